@@ -107,10 +107,10 @@ class HubClient:
         return str(snapshot_download(hub_id, revision=commit, allow_patterns=list(patterns), local_dir=into))
 
 
-def download(hub_id: str) -> str:
-    """Download into the user's cache and return the directory. Raises ConfigError."""
+def download(hub_id: str, files: Sequence[str] = _MODEL_FILES) -> str:
+    """Download files, named or by patterns, into the user's cache and return the directory. Raises ConfigError."""
     try:
-        return HubClient().download(hub_id, None, _MODEL_FILES, None)
+        return HubClient().download(hub_id, None, files, None)
     except ImportError:
         raise ConfigError(
             f"model.path: {hub_id} is not a directory; to use a hub id, `pip install huggingface-hub`"

@@ -8,14 +8,17 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-from engine.model.config import ModelArchitecture, load_model_config, parse_model_config
+from engine.model.config import load_model_config, parse_model_config
 from engine.model.memory_budget import estimate_workspace_bytes, kv_layout
+from engine.model.parameters import expected_shapes
+from engine.model.spec import ModelSpec
 from tandem.config.engine import EngineSection
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
-from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
+from tandem.model_path import BUILTIN, BUILTIN_DTYPE, is_local_model, model_directory
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 HEADROOM = 0.05
@@ -76,19 +79,12 @@ class WorkerRoom:
         ]
 
 
-def num_parameters(model: ModelArchitecture) -> int:
-    """Count the weights of the model from its geometry."""
-    queries, values = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * queries + 2 * values)
-    biases = (queries + 2 * values) * model.qkv_bias + model.hidden_size * model.output_bias
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    biases += (2 * model.intermediate_size + model.hidden_size) * model.mlp_bias
-    norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    return embeddings + model.num_layers * (attention + biases + mlp + norms) + model.hidden_size
+def num_parameters(model: ModelSpec) -> int:
+    """Count the weights of the model from its parameter table."""
+    return sum(prod(shape) for shape in expected_shapes(model).values())
 
 
-def layout_of(model: ModelArchitecture, options: SizingOptions) -> KVLayout:
+def layout_of(model: ModelSpec, options: SizingOptions) -> KVLayout:
     """Return the layout that the engine would choose."""
     return kv_layout(
         model,
@@ -100,7 +96,7 @@ def layout_of(model: ModelArchitecture, options: SizingOptions) -> KVLayout:
     )
 
 
-def room(model: ModelArchitecture, options: SizingOptions) -> WorkerRoom:
+def room(model: ModelSpec, options: SizingOptions) -> WorkerRoom:
     """Compute the figures. Raises ConfigError if weights and workspace alone exceed the memory."""
     layout, defaults, ranks = layout_of(model, options), EngineSection(), options.tensor_parallel_size
     context = min(model.max_context, options.context)
@@ -132,13 +128,12 @@ def room(model: ModelArchitecture, options: SizingOptions) -> WorkerRoom:
     )
 
 
-def read_model(text: str) -> ModelArchitecture:
-    """Read `builtin`, a model's directory, or a `config.json`. Raises ConfigError."""
-    path = Path(text)
-    if text == BUILTIN or path.is_dir():
+def read_model(text: str) -> ModelSpec:
+    """Read `builtin`, a model's directory or GGUF file, or a `config.json`. Raises ConfigError."""
+    if is_local_model(text):
         return load_model_config(model_directory(text))
     try:
-        return parse_model_config(json.loads(read_regular_text(path)), {})
+        return parse_model_config(json.loads(read_regular_text(Path(text))), {})
     except ValueError as error:
         raise ConfigError(f"{text}: {error}") from error
 
@@ -146,7 +141,7 @@ def read_model(text: str) -> ModelArchitecture:
 def parser() -> argparse.ArgumentParser:
     defaults = SizingOptions()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
-    made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, or a config.json")
+    made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, a GGUF file, or a config.json")
     made.add_argument(
         "--dtype",
         choices=(AUTO_DTYPE, "float32", "bfloat16", "float16"),
@@ -163,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _computed_in(model: ModelArchitecture, options: argparse.Namespace) -> str:
+def _computed_in(model: ModelSpec, options: argparse.Namespace) -> str:
     if options.dtype != AUTO_DTYPE:
         return str(options.dtype)
     return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or SizingOptions().dtype

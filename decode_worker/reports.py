@@ -1,7 +1,8 @@
 """The decode worker's messages to routers: one per session and engine step, with the hand-offs that it completed.
 
 Tokens of answers that are not streamed may be held back until a few have come together, so that a router handles one
-message instead of many. The first and the last token are sent at once.
+message instead of many. The first and the last token are sent at once. Several tokens that one step brought a request
+are sent as one delta: they come at the same time.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class _StepMessage:
     handles: list[int] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    due: dict[DecodeTask, None] = field(default_factory=dict)
+    """Tasks whose held tokens are sent at the end of the step."""
     in_deltas: set[DecodeTask] = field(default_factory=set)
     """Tasks whose further tokens have to follow in `deltas`: a router reads the columns first."""
 
@@ -46,11 +49,9 @@ class StepReports:
             task.sent.add(token)
             task.held.append(token)
         if task.started and reason is None:
-            if len(task.held) < task.tokens_per_message:
-                return
-            if task.handle and len(task.held) == 1 and self._add_row(task, index, task.held[0]):
-                task.held.clear()
-                return
+            if len(task.held) >= task.tokens_per_message:
+                self._message(task).due[task] = None
+            return
         delta = _held(task)
         if not task.started:
             task.started = True
@@ -80,6 +81,9 @@ class StepReports:
     def send(self) -> None:
         """Send what was collected, one message per session."""
         for port, one in self._messages.items():
+            for task in one.due:
+                if task.held:
+                    self._add_held(one, task)
             step = pb.StepTokens(
                 deltas=one.deltas,
                 handoffs=one.handoffs,
@@ -100,15 +104,18 @@ class StepReports:
         message.deltas.append(delta)
         message.in_deltas.add(task)
 
-    def _add_row(self, task: DecodeTask, index: int, token: SampledToken) -> bool:
-        """Add a token to the columns; return False where it has to be a delta."""
-        message = self._message(task)
-        if token.logprob is not None or task in message.in_deltas:
-            return False
-        message.handles.append(task.handle)
-        message.indexes.append(index)
-        message.token_ids.append(token.token_id)
-        return True
+    @staticmethod
+    def _add_held(message: _StepMessage, task: DecodeTask) -> None:
+        """Add the held tokens: to the columns a single one that can be there, else a delta."""
+        token = task.held[0]
+        fits = task.handle and len(task.held) == 1 and token.logprob is None
+        if fits and task not in message.in_deltas:
+            message.handles.append(task.handle)
+            message.indexes.append(task.next_index - 1)
+            message.token_ids.append(token.token_id)
+            task.held.clear()
+        else:
+            message.deltas.append(_held(task))
 
     def _finish(self, task: DecodeTask, reason: FinishReason) -> pb.Finish:
         times = times_to_pb(final(task, self._clock(), block_bytes=self._block_bytes))

@@ -22,7 +22,7 @@ from engine.kv_storage.block_file import cache_identity
 from engine.kv_storage.disk_store import DiskStore, check_path
 from engine.kv_storage.free_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelArchitecture, load_model_config
+from engine.model.config import load_model_config
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import GpuMemoryRequest, gpu_limit_bytes
 from engine.model.loader import Progress, load_model
@@ -36,11 +36,13 @@ from engine.model.memory_budget import (
     plan_memory,
 )
 from engine.model.shard import Shard
+from engine.model.spec import ModelSpec
 from engine.runner.dry_run import measure_workspace_bytes
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.grammar import LlGuides, grammar_cache_bytes
 from engine.scheduler.scheduler import Scheduler
 from engine.spec import EngineSpec
+from engine.speculation.speculation import Speculation
 from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
 from engine.types.config import SchedulerConfig
 from engine.types.token_guide import Guides
@@ -65,7 +67,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: ModelRunner
     config: SchedulerConfig
-    model: ModelArchitecture
+    model: ModelSpec
     layout: KVLayout
     budget: MemoryBudget
     """Memory budget of one rank; the same on every rank."""
@@ -166,9 +168,7 @@ def assemble(
     return parts
 
 
-def _open_ranks(
-    spec: EngineSpec, config: ModelArchitecture, options: BackendOptions, region_module: str | None
-) -> Ranks:
+def _open_ranks(spec: EngineSpec, config: ModelSpec, options: BackendOptions, region_module: str | None) -> Ranks:
     Shard(config, rank=0, size=spec.tensor_parallel_size)  # refuses an unsplittable model before anything starts
     return open_ranks(
         RankSetup(
@@ -192,7 +192,7 @@ def _open_ranks(
 
 
 def _parts(
-    spec: EngineSpec, config: ModelArchitecture, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
+    spec: EngineSpec, config: ModelSpec, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     combined = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
@@ -227,7 +227,7 @@ def _parts(
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
     runner = _runner(model, cache, ranks, slots.num_slots)
     if size == 1:
-        runner.record_graphs(max_rows=spec.max_running_requests, max_length=context)
+        runner.record_graphs(max_rows=spec.max_step_rows, max_tokens=spec.max_batched_tokens, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
@@ -252,7 +252,7 @@ def _parts(
     )
 
 
-def _guides(spec: EngineSpec, config: ModelArchitecture, limit_bytes: int) -> LlGuides:
+def _guides(spec: EngineSpec, config: ModelSpec, limit_bytes: int) -> LlGuides:
     return LlGuides(
         spec.model_path / "tokenizer.json",
         vocab_size=config.vocab_size,
@@ -315,7 +315,7 @@ def _scheduler(
     """Make the scheduler, with the tiers that have room. Copy rates are measured here, compute rates while it runs."""
     pins = PinBounds.from_shares(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
     if not slots.num_slots:
-        return Scheduler(config, hasher, pins=pins, clock=time.monotonic), None
+        return Scheduler(config, hasher, pins=pins, clock=time.monotonic, speculation=_speculation(spec)), None
     layout, mover = runner.kv_cache.layout, runner.blocks
     # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
     computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
@@ -328,6 +328,7 @@ def _scheduler(
         cache=tier_spec(slots, mover, layout, None if disk is None else disk[1]),
         pins=pins,
         clock=time.monotonic,
+        speculation=_speculation(spec),
     )
     rates = mover.measure()
     if scheduler.offloading is not None:
@@ -335,6 +336,10 @@ def _scheduler(
     if scheduler.tiers is not None:
         scheduler.tiers.costs.set_copy_rates(rates)
     return scheduler, None if disk is None else disk[0]
+
+
+def _speculation(spec: EngineSpec) -> Speculation | None:
+    return None if spec.speculation is None else Speculation(spec.speculation)
 
 
 def _num_nodes(spec: EngineSpec) -> int:
@@ -356,6 +361,9 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
     if wanted and spec.tensor_parallel_size > 1:
         _log.info("steps are not pipelined over several ranks: each rank needs the tokens of the step before")
         return False
+    if wanted and spec.speculation is not None:
+        _log.info("steps are not pipelined with speculation: drafts follow tokens that are known")
+        return False
     return wanted
 
 
@@ -370,6 +378,7 @@ def _workspace_bytes(
         max_batched_tokens=spec.max_batched_tokens,
         prefill_chunk_tokens=spec.prefill_chunk_tokens,
         max_running_requests=spec.max_running_requests,
+        max_draft_rows=spec.max_step_rows - spec.max_running_requests,
         max_context=context,
         max_pool_tokens=num_blocks * layout.block_size,
         announce=ranks.announce,
@@ -381,7 +390,7 @@ def _workspace_bytes(
         model.config,
         dtype=spec.dtype,
         max_batch_tokens=spec.max_batched_tokens,
-        max_num_seqs=spec.max_running_requests,
+        max_num_seqs=spec.max_step_rows,
         max_context=context,
         kv_dtype=spec.kv_dtype,
     )

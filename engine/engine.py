@@ -230,7 +230,7 @@ class Engine:
             return None
         prompts = tuple(
             PromptInStep(request.request_id, start, start + num_tokens, tuple(request.block_table))
-            for request, start, num_tokens, _ in batch.items
+            for request, start, num_tokens, *_ in batch.items
             if request.prefill_only
         )
         if not prompts:
@@ -254,6 +254,8 @@ class Engine:
             num_tokens=launched.num_tokens,
             num_requests=len(launched.batch.items),
             is_overlapped=self._pipelined and launched.ended_s is None,
+            num_draft_tokens=launched.batch.num_draft_tokens,
+            num_accepted_tokens=output.num_accepted_tokens,
         )
         self._ended_s = ended_s
         self._scheduler.observe(timings)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.distributed.links.node_group import NodeGroup
+from engine.types.config import SpeculationConfig
 from tandem.values.kv_layout import AUTO_DTYPE
 
 
@@ -51,8 +52,20 @@ class EngineSpec:
     numberings are the same."""
     gpu_sharers: int = 1
     """Workers that share one of these GPUs' memory, this one included."""
+    speculation: SpeculationConfig | None = None
+    """None: no speculation."""
     nodes: NodeGroup | None = None
     """Ranks on other machines and how they connect; None when all ranks are on this machine."""
+
+    @property
+    def max_step_rows(self) -> int:
+        """Most rows that one step samples: one for each request, and the drafts."""
+        drafts = self.speculation
+        if drafts is None:
+            return self.max_running_requests
+        return self.max_running_requests + min(
+            drafts.max_draft_rows, self.max_running_requests * drafts.max_draft_tokens
+        )
 
     @property
     def ranks_here(self) -> int:

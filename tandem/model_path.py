@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tandem.errors import ConfigError
+from tandem.model_files import GGUF_SUFFIX, is_gguf_file
 
 BUILTIN = "builtin"
 BUILTIN_NAME = "tandem-tiny"
@@ -12,16 +13,25 @@ MAX_NAME_CHARS = 200
 
 
 def model_directory(path: str) -> Path:
-    """The directory of `model.path`. Raises ConfigError when there is none."""
+    """The directory of `model.path`, or the GGUF file that takes its place: `tandem.model_files` reads either.
+
+    Raises ConfigError when there is neither.
+    """
     if path == BUILTIN:
         # Shipped as data beside the engine; found by place, since the router must not import the engine.
         return Path(__file__).resolve().parent.parent / "engine" / "builtin_model"
     directory = Path(path)
-    if not directory.is_dir():
+    if not is_local_model(path):
         raise ConfigError(
-            f"model.path: {path} is not a directory (`tandem up` fetches hub ids before it starts workers)"
+            f"model.path: {path} is neither a directory nor a {GGUF_SUFFIX} file "
+            "(`tandem up` fetches hub ids before it starts workers)"
         )
     return directory
+
+
+def is_local_model(path: str) -> bool:
+    """Whether the model's files are on this machine: in a directory, or in one GGUF file."""
+    return path == BUILTIN or Path(path).is_dir() or is_gguf_file(Path(path))
 
 
 def model_name(path: str, name: str | None) -> str:
@@ -29,9 +39,14 @@ def model_name(path: str, name: str | None) -> str:
     if name or path == BUILTIN:
         return name or BUILTIN_NAME
     try:
-        return checked_name(Path(path).name)
+        return checked_name(default_name(path))
     except ValueError as error:
         raise ConfigError(f"model.path: {error}; set model.name") from None
+
+
+def default_name(path: str) -> str:
+    """The last part of a model's path, for a GGUF file without its suffix."""
+    return Path(path).name.removesuffix(GGUF_SUFFIX)
 
 
 def checked_name(name: str) -> str:

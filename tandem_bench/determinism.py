@@ -57,7 +57,9 @@ class Contestant:
         cache = PagedKVCache(layout, num_blocks=blocks_each * max(plan.batches), device=options.device)
         self.name = model.backend.name
         self._runner = ModelRunner(model, cache)
-        self._runner.record_graphs(max_rows=max(plan.batches), max_length=plan.prompt_tokens + 1)
+        self._runner.record_graphs(
+            max_rows=max(plan.batches), max_tokens=max(plan.batches), max_length=plan.prompt_tokens + 1
+        )
         self._runner.bind_thread()
         rng = Random("bench:determinism")
         self._requests = [

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelArchitecture, parse_model_config
-from engine.model.loader import expected_shapes
+from engine.model.config import parse_model_config
+from engine.model.parameters import expected_shapes
+from engine.model.spec import ModelSpec
 
 _QWEN3 = "Qwen3ForCausalLM"
 _LLAMA = "LlamaForCausalLM"
@@ -65,7 +66,7 @@ class Shape:
             "torch_dtype": dtype,
         }
 
-    def model_config(self, dtype: str = "bfloat16") -> ModelArchitecture:
+    def model_config(self, dtype: str = "bfloat16") -> ModelSpec:
         """Return the configuration as the engine reads it."""
         return parse_model_config(self.hf_config(dtype), {})
 

@@ -103,6 +103,9 @@ class DirectPort:
                 self._refusals.record("cannot accept a connection", error, level=logging.WARNING)
                 await asyncio.sleep(_RETRY_S)
                 continue
+            if not self._is_wanted.is_set():  # the last ticket was withdrawn while nobody came
+                accepted.close()
+                continue
             if self._num_unknown >= MAX_UNKNOWN:
                 self._refusals.record("a connection was refused", f"{MAX_UNKNOWN} have shown no ticket yet")
                 accepted.close()

@@ -3,6 +3,7 @@
 from engine.distributed.links.node_group import NodeGroup
 from engine.model.dtype import resolve_dtype
 from engine.spec import EngineSpec
+from engine.types.config import SpeculationConfig
 from tandem.config.cluster import ClusterConfig
 from tandem.config.gpu_placement import GpuSeat
 from tandem.config.worker import cluster_secret, disk_folder, memory_here_bytes, num_ranks
@@ -21,11 +22,14 @@ def engine_spec(
     seat = seat or GpuSeat(gpus=())
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     settings = config.engine_of(pool).model_dump() | {"disk_cache_path": disk_folder(config, role.value)}
+    speculation = SpeculationConfig(**settings.pop("speculation"))
+    has_drafts = bool(speculation.sources) and role is not WorkerRole.PREFILL
     if role is WorkerRole.PREFILL:
         # Prompts that are handed off are never preempted, so the buffer would stay unused.
         settings["offload_bytes"] = 0
     return EngineSpec(
         **settings,
+        speculation=speculation if has_drafts else None,
         model_path=model_directory(config.model.path),
         dtype=compute_dtype(config),
         max_model_len=config.model.max_model_len,

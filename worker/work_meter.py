@@ -16,12 +16,18 @@ class StepKindTotals:
     tokens: int = 0
     requests: int = 0
     """Number of requests, summed over steps."""
+    draft_tokens: int = 0
+    """Drafts among the tokens."""
+    accepted_tokens: int = 0
+    """Drafts that were right."""
 
     def add(self, timings: StepTimings) -> None:
         self.steps += 1
         self.seconds += timings.step_s
         self.tokens += timings.num_tokens
         self.requests += timings.num_requests
+        self.draft_tokens += timings.num_draft_tokens
+        self.accepted_tokens += timings.num_accepted_tokens
 
 
 class WorkMeter:
@@ -33,7 +39,7 @@ class WorkMeter:
         self.prefill = StepKindTotals()
         """Steps that computed prompt tokens, perhaps among others."""
         self.decode = StepKindTotals()
-        """Steps that only computed one token for each request."""
+        """Steps that only computed one token for each request, and drafts."""
         self.preemptions = 0
         self.sizes = [0] * (len(STEP_SIZES) + 1)
         """Number of steps by number of tokens, in buckets."""
@@ -44,4 +50,4 @@ class WorkMeter:
         timings = output.timings
         if timings is not None:
             self.sizes[bisect_left(STEP_SIZES, timings.num_tokens)] += 1
-            (self.decode if timings.num_tokens == timings.num_requests else self.prefill).add(timings)
+            (self.decode if timings.is_decode else self.prefill).add(timings)

@@ -52,8 +52,8 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="DIR_OR_HUB_ID",
-        help="Directory in Hugging Face layout, or a hub id; default: the built-in model.",
+        metavar="DIR_FILE_OR_HUB_ID",
+        help="Directory in Hugging Face layout, .gguf file, or a hub id; default: the built-in model.",
         rich_help_panel="Model",
     ),
 ]

@@ -1,7 +1,6 @@
 """`tandem up --ray`: runs a cluster like `tandem up`, with its workers on the nodes of a Ray cluster."""
 
 import asyncio
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -10,7 +9,7 @@ from cluster.cli.up import Again, serve
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.session import connect
 from tandem.config.cluster import ClusterConfig
-from tandem.model_path import BUILTIN
+from tandem.model_path import is_local_model
 
 
 def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Console, again: Again | None = None) -> int:
@@ -26,5 +25,5 @@ def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Cons
 
 
 def _hub_id(path: str) -> str | None:
-    """Return the hub id that nodes download the model by; a local directory must exist there under the same name."""
-    return None if path == BUILTIN or Path(path).is_dir() else path
+    """Return the hub id that nodes download the model by; local files must exist there under the same name."""
+    return None if is_local_model(path) else path

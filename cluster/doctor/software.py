@@ -11,12 +11,13 @@ import sysconfig
 from pathlib import Path
 
 from cluster.doctor.findings import Finding, Status
-from cluster.processes.effective_config import plan_processes
+from cluster.processes.effective_config import NEEDED_FILES, plan_processes
 from cluster.processes.worker_gpus import WorkerGpus
 from engine.model.config import load_model_config
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.model_path import BUILTIN, model_directory
+from tandem.model_files import check_gguf_file, has_model_file, is_gguf_file
+from tandem.model_path import BUILTIN, is_local_model, model_directory
 from tandem.process.gpu_host import GpuHost, NvidiaHost
 from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
 
@@ -40,7 +41,7 @@ _ROUTERS_NEED = (
     "yaml",
 )
 _WORKERS_NEED = ("safetensors",)
-_ROUTER_FILES: dict[str, tuple[str, ...]] = {name: (name,) for name in ("config.json", "tokenizer.json")}
+_ROUTER_FILES: dict[str, tuple[str, ...]] = {name: (name,) for name in NEEDED_FILES}
 
 
 def python(_config: ClusterConfig) -> list[Finding]:
@@ -223,7 +224,7 @@ def model(config: ClusterConfig) -> list[Finding]:
 
 def architecture(config: ClusterConfig) -> list[Finding]:
     """Check that workers can run the model that `config.json` describes."""
-    if (directory := _directory(config)) is None or not (directory / "config.json").is_file():
+    if (directory := _directory(config)) is None or not has_model_file(directory / "config.json"):
         return []  # reported by `model`, or not downloaded yet
     try:
         found = load_model_config(directory).architecture
@@ -234,10 +235,8 @@ def architecture(config: ClusterConfig) -> list[Finding]:
 
 
 def _directory(config: ClusterConfig) -> Path | None:
-    """Return the model's directory; None if its files are not on this machine."""
-    if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
-        return None
-    return model_directory(config.model.path)
+    """Return the model's directory or GGUF file; None if its files are not on this machine."""
+    return model_directory(config.model.path) if is_local_model(config.model.path) else None
 
 
 def dtype(config: ClusterConfig) -> list[Finding]:
@@ -269,12 +268,23 @@ def tokenizer(config: ClusterConfig) -> list[Finding]:
     return _model_files(config, _ROUTER_FILES)
 
 
+def _gguf_file(path: Path) -> Finding:
+    """It holds all of a model, or cannot be served."""
+    try:
+        check_gguf_file(path)
+    except ConfigError as error:
+        hint = "docs/use/models.md lists what is supported"
+        return Finding(name="model", status=Status.FAIL, detail=str(error), hint=hint)
+    return Finding(name="model", status=Status.OK, detail=str(path))
+
+
 def _model_files(config: ClusterConfig, needed: dict[str, tuple[str, ...]]) -> list[Finding]:
     name = config.model.path
-    directory = model_directory(BUILTIN) if name == BUILTIN else Path(name)
-    if not directory.is_dir():
+    if (directory := _directory(config)) is None:
         hint = "its files are downloaded at the first start, if the network allows"
         return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a local directory", hint=hint)]
+    if is_gguf_file(directory):
+        return [_gguf_file(directory)]
     missing = [what for what, patterns in needed.items() if not any(any(directory.glob(one)) for one in patterns)]
     if missing:
         hint = "train it: see training/README.md" if name == BUILTIN else "use a directory in Hugging Face layout"

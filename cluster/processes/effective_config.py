@@ -29,10 +29,14 @@ from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
 from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
-from tandem.model_path import BUILTIN
+from tandem.model_files import GGUF_SUFFIX, check_gguf_file, is_gguf_file
+from tandem.model_path import BUILTIN, default_name, is_local_model
 from tandem.rpc.hosts import hold, join, split
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[\w-][\w./-]*\.gguf))?")
+"""A hub id, perhaps with a GGUF file of it: such models have one for each kind of quantization."""
+NEEDED_FILES = ("config.json", "tokenizer.json")
+"""Files without which no model directory can be served."""
 ROUTER_NAME = "router"
 GRPC_WITHOUT_FORK = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 """Environment of our child processes.
@@ -132,7 +136,7 @@ def with_certificates(config: ClusterConfig, hosts: Sequence[str]) -> ClusterCon
 
 def _with_dtype(model: ModelSection) -> ModelSection:
     """Resolve dtype `auto` once for all workers; those of the previous version do not know `auto`."""
-    if model.path != BUILTIN and not Path(model.path).is_dir():
+    if not is_local_model(model.path):
         return model  # each worker resolves it itself
     return model.model_copy(update={"dtype": resolve_dtype(model.dtype, model.path)})
 
@@ -307,30 +311,43 @@ def _write_privately(path: Path, text: str) -> None:
 
 
 def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> ClusterConfig:
-    """Resolve a hub id to a directory (downloaded once, with a progress bar), or a directory to an absolute path.
+    """Resolve a hub id to a directory, or to a GGUF file (downloaded once, with a progress bar), or a path to an
+    absolute one.
 
-    Raises ConfigError when the model is neither, or when workers are to run a model that they do not support.
+    Raises ConfigError when the model is none of these, or when workers are to run a model that they do not support.
     """
     path = config.model.path
     if path == BUILTIN:
         return config
-    if Path(path).is_dir():
-        directory = Path(path).absolute()
+    if is_local_model(path):
+        model = Path(path).absolute()
         # Workers check everything; this much is checked before any process is started.
-        if lacking := [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]:
-            raise ConfigError(f"model.path: {directory} has no {' and no '.join(lacking)}")
-        _check_model(directory, config.model, runs_workers)
-        return _with_model(config, str(directory), config.model.name or directory.name)
-    if not _HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
-    directory = Path(download(path))
-    _check_model(directory, config.model, runs_workers)
-    return _with_model(config, str(directory), config.model.name or path.rpartition("/")[2])
+        if model.is_dir() and (lacking := [name for name in NEEDED_FILES if not (model / name).is_file()]):
+            hint = " (name a GGUF file itself, to have them made of it)" if any(model.glob(f"*{GGUF_SUFFIX}")) else ""
+            raise ConfigError(f"model.path: {model} has no {' and no '.join(lacking)}{hint}")
+        _check_model(model, config.model, runs_workers)
+        return _with_model(config, str(model), config.model.name or default_name(path))
+    if (named := _HUB_ID.fullmatch(path)) is None or ".." in path.split("/"):
+        raise ConfigError(
+            f"model.path: {path} is neither a directory, nor a {GGUF_SUFFIX} file, nor a hub id such as Qwen/Qwen3-0.6B"
+        )
+    model = Path(download(path)) if named["file"] is None else _hub_file(named["id"], named["file"])
+    _check_model(model, config.model, runs_workers)
+    return _with_model(config, str(model), config.model.name or default_name(path))
+
+
+def _hub_file(hub_id: str, name: str) -> Path:
+    file = Path(download(hub_id, [name])) / name
+    if not file.is_file():  # the hub's client downloads nothing, without an error, where nothing has this name
+        raise ConfigError(f"model.path: {hub_id} has no file {name}")
+    return file
 
 
 def _check_model(directory: Path, model: ModelSection, runs_workers: bool) -> None:
     """Check the model here: every process would fail on its own minutes later, without naming the directory."""
     try:
+        if is_gguf_file(directory):
+            check_gguf_file(directory)
         if runs_workers:
             load_model_config(directory)
         if model.generation_config == "auto":

@@ -5,18 +5,19 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cluster.reference import configuration, metrics
+from cluster.reference import configuration, families, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "configuration": (ROOT / "docs/operate/configuration.md", configuration.render),
+    "families": (ROOT / "docs/use/families.md", families.render),
     "metrics": (ROOT / "docs/operate/metrics.md", metrics.render),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m cluster.reference", description="write the generated pages")
-    made.add_argument("pages", nargs="*", metavar="PAGE", help=f"{' or '.join(PAGES)}; both when none is named")
+    made.add_argument("pages", nargs="*", metavar="PAGE", help=f"{' or '.join(PAGES)}; all when none is named")
     made.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is stale")
     return made
 

@@ -7,9 +7,11 @@ from engine.backends.thread_priority import lower_thread_priority
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.backend import Projection, ProjectionRole, RecordableModel
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
+from engine.model.layers.composed import SoftCappedHead
 from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
-from engine.model.layers.norm import RMSNorm
+from engine.model.layers.norm import LayerNorm, PassThrough, RMSNorm, TorchRowNorm
 from engine.model.layers.torch_attention import TorchAttention
+from engine.model.spec import Activation, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels, TorchSampling
 
 
@@ -46,11 +48,14 @@ class TorchBackend:
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> DeferredProjection:
         return DeferredProjection(self.projection(weight, bias, role))
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
-        return GatedLinear(weight, bias)
+    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> GatedLinear:
+        return GatedLinear(weight, bias, activation)
 
     def head(self, weight: Tensor) -> HeadLinear:
         return HeadLinear(weight)
+
+    def soft_capped(self, head: Projection, cap: float) -> SoftCappedHead:
+        return SoftCappedHead(head, cap)
 
     def embedding(self, weight: Tensor) -> TokenEmbedding:
         return TokenEmbedding(weight)
@@ -58,13 +63,21 @@ class TorchBackend:
     def tied(self, weight: Tensor) -> tuple[TokenEmbedding, HeadLinear]:
         return TokenEmbedding(weight, is_shared=True), HeadLinear(weight)
 
-    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return RMSNorm(weight, eps)
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> RMSNorm | LayerNorm:
+        return RMSNorm(weight, spec.eps) if spec.kind is NormKind.RMS else LayerNorm(weight, bias, spec.eps)
+
+    def no_norm(self, size: int) -> PassThrough:
+        return PassThrough()
+
+    def row_norm(self, weight: Tensor, eps: float, kind: NormKind) -> TorchRowNorm:
+        return TorchRowNorm(weight, eps, kind)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         return TorchAttention(spec, cache)
 
-    def graphs(self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
+    def graphs(
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
+    ) -> None:
         """Return None: nothing is recorded, operators are called one by one."""
 
     def trim(self) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelArchitecture
 from engine.model.layers.attention import AttentionBackend, AttentionPlan, AttentionSpec
+from engine.model.layers.norm import RowNorm
+from engine.model.spec import Activation, ModelSpec, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 from engine.types.step_inputs import StepInputs
 
@@ -58,11 +59,16 @@ class Closing(Protocol):
 
 
 class Norm(Protocol):
-    """Residual addition and root-mean-square normalisation in one pass."""
+    """Residual addition and normalisation in one pass."""
 
     @property
     def weight(self) -> Tensor:
         """Scale of the norm, `[size]`."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Added after that, `[size]`; None: nothing."""
         ...
 
     @property
@@ -98,7 +104,7 @@ class RecordableModel(Protocol):
     """The parts of `engine.model.decoder.Decoder` that a backend runs to record a step."""
 
     @property
-    def config(self) -> ModelArchitecture:
+    def config(self) -> ModelSpec:
         """Geometry of the model's layers."""
         ...
 
@@ -164,8 +170,9 @@ class Backend(Protocol):
         """Make a projection as above, whose product is added to the residual stream."""
         ...
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """Make `silu(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many columns.
+    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
+        """Make `activation(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many
+        columns.
 
         Only for the projection in the role DOWN: the result's rows may have a layout that only it understands.
         """
@@ -173,6 +180,10 @@ class Backend(Protocol):
 
     def head(self, weight: Tensor) -> Projection:
         """Make the output head, which returns float32 logits."""
+        ...
+
+    def soft_capped(self, head: Projection, cap: float) -> Projection:
+        """Make an output head whose logits are `cap * tanh(logits / cap)` of those of `head`, from this backend."""
         ...
 
     def embedding(self, weight: Tensor) -> Embedding:
@@ -183,8 +194,16 @@ class Backend(Protocol):
         """Make embedding and head over one matrix, stored once; the embedding's `nbytes` is zero."""
         ...
 
-    def norm(self, weight: Tensor, eps: float) -> Norm:
-        """Make an RMSNorm over the hidden size."""
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> Norm:
+        """Make a norm over the hidden size."""
+        ...
+
+    def no_norm(self, size: int) -> Norm:
+        """Make what stands in a norm's place where a model has none: it adds, and returns the sum of `size` columns."""
+        ...
+
+    def row_norm(self, weight: Tensor, eps: float, kind: NormKind) -> RowNorm:
+        """Make a norm of groups of each row's values, `[num_groups, size]`, without a bias."""
         ...
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
@@ -192,9 +211,11 @@ class Backend(Protocol):
         ...
 
     def graphs(
-        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
-        """Record steps of up to `max_rows` decoding rows ahead; None where recording gains nothing."""
+        """Record steps ahead: of up to `max_rows` decoding rows, and of up to `max_tokens` rows with chunks of prompts
+        where that gains anything. None where nothing does.
+        """
         ...
 
     def trim(self) -> None:

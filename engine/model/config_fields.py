@@ -1,5 +1,6 @@
 """Reads fields of untrusted JSON: every error names the file, the field and its bound."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,29 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self._raw = raw
         self._where = where
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The object itself."""
+        return self._raw
+
+    def nested(self, name: str) -> "Fields | None":
+        """Access to an object within this one; None where it is absent or null. Raises ConfigError."""
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, f"must be an object, is {_show(value)}")
+        return Fields(value, f"{self._where}: {name}")
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Raise ConfigError for a field with another value than these, the only ones that are implemented; it may be
+        absent or null.
+        """
+        value = self._raw.get(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            known = " or ".join(map(_json, allowed))
+            raise self.error(name, f"must be {known}, is {_show(value)}")
 
     def has(self, name: str) -> bool:
         """Whether the field exists and is not null."""
@@ -62,6 +86,10 @@ class Fields:
         if default is None:
             raise self.error(name, "is missing")
         return default
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The Llama-family decoder: embeddings, pre-normalised attention and gated MLP blocks, final norm, output head.
+"""The decoder: embeddings, layers of attention and a gated MLP with norms around them, final norm, output head.
 
 Plain objects, not `nn.Module`: inference needs no parameter registry, and per-step overhead matters. The backend
 decides how each part is computed; a layer's output is added to the residual by the norm that follows it, so that a
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection
-from engine.model.config import ModelArchitecture
 from engine.model.layers.attention import AttentionPlan, AttentionSpec
 from engine.model.layers.norm import HeadNorm
 from engine.model.layers.rope import RotaryEmbedding
 from engine.model.parallel_group import ParallelGroup
+from engine.model.spec import ModelSpec, NormKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,15 +29,16 @@ class DecoderLayer:
     head_norm: HeadNorm | None
     kv_scales: Tensor | None  # float32 [2, num_kv_heads], for a cache in fp8_e4m3
     output: Closing
-    mlp_norm: Norm
-    gate_up: Projection  # silu(gate) * up
+    mlp_norm: Norm | None  # None: the MLP reads what attention reads
+    gate_up: Projection  # activation(gate) * up
     down: Closing
 
     @property
     def nbytes(self) -> int:
         """Memory of the block's weights."""
-        parts = (self.attention_norm, self.qkv, self.output, self.mlp_norm, self.gate_up, self.down)
-        return sum(part.nbytes for part in parts) + (0 if self.head_norm is None else self.head_norm.nbytes)
+        parts = (self.attention_norm, self.qkv, self.output, self.gate_up, self.down)
+        optional = (self.mlp_norm, self.head_norm)
+        return sum(part.nbytes for part in parts) + sum(part.nbytes for part in optional if part is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +56,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: ModelArchitecture,
+        config: ModelSpec,
         weights: DecoderWeights,
         *,
         backend: Backend,
@@ -71,7 +72,7 @@ class Decoder:
         self.layers = tuple(weights.layers)
         self.norm = weights.norm
         self.head = weights.head
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, backend.device)
+        self.ropes = tuple(RotaryEmbedding(rope, config.head_dim, backend.device) for rope in config.ropes)
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +94,12 @@ class Decoder:
         """The properties of this model that its attention depends on."""
         norms = tuple(layer.head_norm for layer in self.layers if layer.head_norm is not None)
         return AttentionSpec(
-            config=self.config, rope=self.rope, head_norms=norms or None, dtype=self.dtype, kv_scales=self._kv_scales()
+            config=self.config,
+            ropes=self.ropes,
+            rope_of_layer=tuple(self.config.ropes.index(layer.rope) for layer in self.config.layers),
+            head_norms=norms or None,
+            dtype=self.dtype,
+            kv_scales=self._kv_scales(),
         )
 
     def forward(
@@ -127,7 +133,14 @@ class Decoder:
 
         Not by the backend's norm, whose results may have a layout that only the head understands.
         """
-        return F.rms_norm(hidden.float(), hidden.shape[1:], self.norm.weight.float(), self.config.rms_norm_eps)
+        spec, size = self.config.norm, hidden.shape[1:]
+        weight, bias = self.norm.weight.float(), self.norm.bias
+        if spec.kind is NormKind.RMS:
+            states = F.rms_norm(hidden.float(), size, weight, spec.eps)
+        else:
+            states = F.layer_norm(hidden.float(), size, weight, None if bias is None else bias.float(), spec.eps)
+        # The norm's weight includes the factor on logits.
+        return states if self.config.logit_scale == 1.0 else states.div_(self.config.logit_scale)
 
     def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
         """Logits of all rows from their embeddings, `[num_rows, hidden_size]`, which are overwritten."""
@@ -145,19 +158,24 @@ class Decoder:
         delta: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.attention_norm(residual, delta))
-            attended = plan.attend(index, qkv)
+            normed = layer.attention_norm(residual, delta)
+            attended = plan.attend(index, layer.qkv(normed))
             if index == last and wanted is not None:
                 if not len(wanted):
                     # No sum follows: without this, rank 0 could end the step before others have written their KV.
                     self._group.barrier()
                     return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
+                if layer.mlp_norm is None:
+                    normed = layer.attention_norm(residual)  # whose rows only projections may select
             delta = layer.output(attended, residual)
             # After the sum over the ranks: each has computed this layer's keys and values.
             if on_layers is not None and index < last:
                 on_layers(index + 1)
-            delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)
+            if layer.mlp_norm is not None:
+                delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)
+            else:
+                delta = _sum(delta, layer.down(layer.gate_up(normed), residual))
         return residual, delta
 
     def _kv_scales(self) -> Tensor | None:
@@ -166,3 +184,10 @@ class Decoder:
             return None
         ones = torch.ones(2, self.config.num_kv_heads, device=self.device)
         return torch.stack([ones if scales is None else scales for scales in given])
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Sum of what two parallel projections leave to be added; None where they have added it themselves."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)

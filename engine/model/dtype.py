@@ -1,7 +1,8 @@
 """Resolves `model.dtype: auto` to the dtype that a model is computed in.
 
 It is the checkpoint's own, as in vLLM and transformers: `config.json`'s or, where that has none, the dtype that most
-of the weights are stored in. The built-in model is always computed in float32, whatever its file contains, so
+of the weights are stored in. A GGUF file has no config.json: its dtype is the one that most of its values are stored
+in, bfloat16 where most are quantized. The built-in model is always computed in float32, whatever its file contains, so
 that the demo's output stays exact.
 """
 
@@ -28,8 +29,8 @@ def stored_dtype(directory: Path) -> str:
     """The dtype of the checkpoint in a model directory. Raises ConfigError."""
     if stated := load_model_config(directory).stored_dtype:
         return stated
-    if (name := ModelDirectory(directory).gguf_name()) is not None:
-        raise ConfigError(f"config.json: dtype is missing, and {name} does not say one: set model.dtype")
+    if (path := ModelDirectory(directory).gguf_path()) is not None:
+        raise ConfigError(f"config.json: dtype is missing, and {path.name} does not say one: set model.dtype")
     # Imported late: it loads torch, which `tandem up` seldom needs.
     from engine.model.checkpoints.safetensors_files import Checkpoint
 

@@ -3,6 +3,8 @@
 A file may lie in the directory itself or, when the directory is a snapshot in a Hugging Face hub cache
 (`models--org--name/snapshots/<revision>`), anywhere in that model's own folder, where snapshots link to
 `../../blobs`. Any other link is refused, and so is everything that is not a regular file (a FIFO would hang).
+
+A GGUF file may be a link: the user named it. Its JSON files are those that `tandem.model_files` makes of it.
 """
 
 import json
@@ -11,39 +13,42 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from tandem.config.source.regular_file import read_regular_file
 from tandem.errors import ConfigError
+from tandem.model_files import GGUF_SUFFIX, has_model_file, is_gguf_file, read_model_file
 
 MAX_JSON_BYTES = 64 * 2**20
 
 
 class ModelDirectory:
-    """Resolves and reads the files of one model."""
+    """Resolves and reads the files of one model, which may be a GGUF file alone."""
 
     def __init__(self, path: str | Path) -> None:
-        self.root = Path(os.path.realpath(path))
-        if not self.root.is_dir():
+        self._is_file = is_gguf_file(Path(path))
+        self.root = Path(path) if self._is_file else Path(os.path.realpath(path))
+        if not self._is_file and not self.root.is_dir():
             raise ConfigError(f"model directory {path} does not exist or is not a directory")
         self._allowed = _allowed_root(self.root)
 
     def has(self, name: str) -> bool:
         """Whether a directory entry of that name exists; `resolve` checks whether it is safe."""
-        return os.path.lexists(self.root / name)
+        return has_model_file(self.root / name) if self._is_file else os.path.lexists(self.root / name)
 
     def names(self, suffix: str) -> list[str]:
         """File names ending in `suffix`, sorted."""
         return sorted(entry.name for entry in self.root.iterdir() if entry.name.endswith(suffix))
 
-    def gguf_name(self) -> str | None:
-        """Name of the file that holds the weights in GGUF; None where they are in safetensors. Raises ConfigError
-        for several.
+    def gguf_path(self) -> Path | None:
+        """The file that holds the weights in GGUF; None where they are in safetensors. Raises ConfigError for several,
+        and as `resolve`.
         """
-        found = self.names(".gguf")
+        if self._is_file:
+            return self.root
+        found = self.names(GGUF_SUFFIX)
         if not found or any(name.startswith("model.safetensors") for name in self.names("")):
             return None
         if len(found) > 1:
             raise ConfigError(f"model directory: {len(found)} GGUF files ({found[0]}, …): one has to hold all weights")
-        return found[0]
+        return self.resolve(found[0])
 
     def resolve(self, name: str) -> Path:
         """Real path of a file by its plain name; ConfigError when it is missing, special, or outside."""
@@ -62,7 +67,8 @@ class ModelDirectory:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON object. Raises ConfigError when it is too large, malformed, or something else."""
-        return parse_json_object(read_regular_file(self.resolve(name), max_bytes=MAX_JSON_BYTES), name)
+        path = self.root / name if self._is_file else self.resolve(name)
+        return parse_json_object(read_model_file(path, max_bytes=MAX_JSON_BYTES), name)
 
 
 def parse_json_object(text: bytes, where: str) -> dict[str, Any]:

@@ -15,13 +15,16 @@ from torch import Tensor
 from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoints.sources import TensorSource, open_source
-from engine.model.config import ModelArchitecture, load_model_config
+from engine.model.config import load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
-from engine.model.layers.norm import HeadNorm
+from engine.model.layers.composed import NormedClosing, NormedQKV, ScaledEmbedding
+from engine.model.layers.norm import HeadNorm, RowNorm, SplitRowNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
+from engine.model.parameters import LAYERS, StoredPart, expected_shapes, parameter_table
 from engine.model.shard import Shard
+from engine.model.spec import LayerSpec, ModelSpec, NormKind, QKNorm
 from tandem.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ def _warn_about_code(directory: ModelDirectory) -> None:
 
 
 def build_model(
-    config: ModelArchitecture,
+    config: ModelSpec,
     source: TensorSource,
     *,
     backend: Backend,
@@ -77,7 +80,7 @@ class _Loader:
 
     def __init__(
         self,
-        config: ModelArchitecture,
+        config: ModelSpec,
         source: TensorSource,
         backend: Backend,
         group: ParallelGroup,
@@ -90,44 +93,49 @@ class _Loader:
         self._progress = progress
         self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
-        self._shapes = expected_shapes(config)
-        self._num_values = sum(prod(self._local_shape(n)) for n in self._shapes if self._shard.holds(n))
+        self._table = parameter_table(config)
+        parts = (part for parts in self._table.values() for part in parts if self._shard.holds(part))
+        self._num_values = sum(prod(self._local_shape(part)) for part in parts)
 
     def model(self) -> Decoder:
         config, backend = self._config, self._backend
         self._check()
         embedding, head = self._embedding_and_head()
-        layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
-        weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
+        layers = [self._layer(i, layer) for i, layer in enumerate(config.layers)]
+        weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("norm"), head=head)
         fingerprint = self._source.fingerprint(config)
         return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint, group=self._group)
 
     def _embedding_and_head(self) -> tuple[Embedding, Projection]:
-        table = self._table("model.embed_tokens.weight")
+        table = self._vocabulary("embedding")
         embedding: Embedding
         head: Projection
         if self._config.tie_embeddings:
             embedding, head = self._backend.tied(table)
         else:
-            embedding, head = self._backend.embedding(table), self._backend.head(self._table("lm_head.weight"))
-        if self._group.size == 1:
-            return embedding, head
-        rows, first = self._shard.config.vocab_size, self._shard.first_token
-        return (
-            VocabParallelEmbedding(embedding, self._group, first_token=first, num_tokens=rows),
-            GatheredHead(head, self._group, vocab_size=self._config.vocab_size),
-        )
+            embedding, head = self._backend.embedding(table), self._backend.head(self._vocabulary("head"))
+        if self._config.logit_cap is not None:
+            head = self._backend.soft_capped(head, self._config.logit_cap)
+        if self._group.size > 1:
+            rows, first = self._shard.config.vocab_size, self._shard.first_token
+            embedding = VocabParallelEmbedding(embedding, self._group, first_token=first, num_tokens=rows)
+            head = GatheredHead(head, self._group, vocab_size=self._config.vocab_size)
+        if self._config.embedding_scale != 1.0:
+            scale = self._config.embedding_scale
+            if self._config.rounds_embedding_scale:
+                scale = torch.tensor(scale, dtype=self._backend.dtype).item()
+            embedding = ScaledEmbedding(embedding, scale)
+        return embedding, head
 
     def _check(self) -> None:
-        for name, shape in self._shapes.items():
+        shapes = expected_shapes(self._config)
+        for name, shape in shapes.items():
             self._source.require(name, shape)
         ignored = {"lm_head.weight"} if self._config.tie_embeddings else set()
         for i in range(self._config.num_layers):
-            ignored |= all_scale_names(f"model.layers.{i}.self_attn.")
+            ignored |= all_scale_names(f"{LAYERS}{i}.self_attn.")
         unknown = sorted(
-            name
-            for name in self._source.names - self._shapes.keys() - ignored
-            if not name.endswith("rotary_emb.inv_freq")
+            name for name in self._source.names - shapes.keys() - ignored if not name.endswith("rotary_emb.inv_freq")
         )
         if unknown:
             # Ignoring a bias, an adapter or a quantization scale would silently change the model.
@@ -136,119 +144,126 @@ class _Loader:
                 f"config.json, the first: {unknown[0]!r:.120}"
             )
 
-    def _layer(self, prefix: str) -> DecoderLayer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        queries_keys_values = self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj")
+    def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
+        key = f"layers.{index}."
         return DecoderLayer(
-            attention_norm=self._norm(prefix + "input_layernorm"),
-            qkv=self._backend.projection(*queries_keys_values, ProjectionRole.QKV),
-            head_norm=self._head_norm(attention) if self._config.qk_norm else None,
-            kv_scales=self._kv_scales(attention),
-            output=self._closing(attention + "o_proj", ProjectionRole.OUTPUT),
-            mlp_norm=self._norm(prefix + "post_attention_layernorm"),
-            gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
-            down=self._closing(mlp + "down_proj", ProjectionRole.DOWN),
+            qkv=self._qkv(key, spec),
+            attention_norm=self._norm(key + "attention_norm"),
+            head_norm=self._head_norm(key) if spec.qk_norm is QKNorm.HEAD else None,
+            kv_scales=self._kv_scales(f"{LAYERS}{index}.self_attn."),
+            output=self._closing(key + "output", key + "attention_output_norm", ProjectionRole.OUTPUT),
+            mlp_norm=None if spec.is_parallel else self._norm(key + "mlp_norm"),
+            gate_up=self._backend.gated(*self._matrix(key + "gate_up"), spec.activation),
+            down=self._closing(key + "down", key + "mlp_output_norm", ProjectionRole.DOWN),
         )
 
-    def _closing(self, name: str, role: ProjectionRole) -> Closing:
-        weight, bias = self._matrix(name)
-        if self._group.size == 1:
+    def _qkv(self, key: str, spec: LayerSpec) -> Projection:
+        projection = self._backend.projection(*self._matrix(key + "qkv"), ProjectionRole.QKV)
+        if spec.qk_norm is None or spec.qk_norm is QKNorm.HEAD:
+            return projection
+        local = self._shard.config
+        return NormedQKV(
+            projection,
+            self._row_norm(key + "query_norm", spec.qk_norm),
+            self._row_norm(key + "key_norm", spec.qk_norm),
+            query_size=local.num_heads * local.head_dim,
+            key_size=local.num_kv_heads * local.head_dim,
+        )
+
+    def _closing(self, key: str, norm_key: str, role: ProjectionRole) -> Closing:
+        weight, bias = self._matrix(key)
+        has_norm = norm_key + ".weight" in self._table
+        if self._group.size == 1 and not has_norm:
             return self._backend.closing(weight, bias, role)
-        return RowParallel(self._backend.projection(weight, bias, role), self._group)
+        whole = RowParallel(self._backend.projection(weight, bias, role), self._group)
+        if not has_norm:
+            return whole
+        norm, row = self._config.norm, self._fill(norm_key + ".weight")[None]
+        return NormedClosing(whole, self._backend.row_norm(row, norm.eps, norm.kind))
 
-    def _matrix(self, *parts: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of projections, stacked."""
-        has_bias = parts[0] + ".bias" in self._shapes and self._shard.holds(parts[0] + ".bias")
-        bias = self._fill(*(part + ".bias" for part in parts)) if has_bias else None
-        return self._fill(*(part + ".weight" for part in parts)), bias
+    def _matrix(self, key: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of stacked projections; no bias where only another rank adds it."""
+        biases = self._table.get(key + ".bias", ())
+        has_bias = any(self._shard.holds(part) for part in biases)
+        bias = self._fill(key + ".bias") if has_bias else None
+        return self._fill(key + ".weight"), bias
 
-    def _norm(self, name: str) -> Norm:
-        return self._backend.norm(self._fill(name + ".weight"), self._config.rms_norm_eps)
+    def _norm(self, key: str) -> Norm:
+        if key + ".weight" not in self._table:
+            return self._backend.no_norm(self._config.hidden_size)
+        bias = self._fill(key + ".bias") if key + ".bias" in self._table else None
+        return self._backend.norm(self._config.norm, self._fill(key + ".weight"), bias)
 
-    def _head_norm(self, prefix: str) -> HeadNorm:
-        query, key = self._fill(prefix + "q_norm.weight"), self._fill(prefix + "k_norm.weight")
-        return HeadNorm(query, key, self._config.rms_norm_eps)
+    def _head_norm(self, key: str) -> HeadNorm:
+        return HeadNorm(self._fill(key + "query_norm"), self._fill(key + "key_norm"), self._config.norm.eps)
+
+    def _row_norm(self, key: str, kind: QKNorm) -> RowNorm:
+        weight, eps = self._fill(key), self._config.norm.eps
+        if kind is QKNorm.HEAD_LAYER:
+            return self._backend.row_norm(weight.view(-1, self._config.head_dim), eps, NormKind.LAYER)
+        if self._group.size > 1:
+            return SplitRowNorm(weight, eps, self._group)
+        return self._backend.row_norm(weight[None], eps, NormKind.RMS)
 
     def _kv_scales(self, attention: str) -> Tensor | None:
         """Scales of this rank's heads in one layer, float32 `[2, num_kv_heads]`; None without any."""
         names = all_scale_names(attention) & self._source.names
         scales = kv_scales({name: self._source.tensor(name) for name in names}, attention, self._config.num_kv_heads)
-        part = self._shard.part(attention + "k_proj.weight")
-        if scales is None or part is None:
-            return scales if scales is None else scales.to(self._backend.device)
-        heads = slice(part.begin // self._config.head_dim, part.end // self._config.head_dim)
-        return scales[:, heads].contiguous().to(self._backend.device)
+        if scales is None:
+            return None
+        first = self._shard.first_kv_head
+        return scales[:, first : first + self._shard.config.num_kv_heads].contiguous().to(self._backend.device)
 
-    def _table(self, name: str) -> Tensor:
+    def _vocabulary(self, key: str) -> Tensor:
         """This rank's rows of a table with one row per token; padding of the last ranks' parts is zero."""
+        (part,) = self._table[key]
         table = self._empty((self._shard.config.vocab_size, self._config.hidden_size))
-        num_rows = self._local_shape(name)[0]
-        self._copy(name, table[:num_rows])
+        num_rows = self._local_shape(part)[0]
+        self._copy(part, table[:num_rows])
         table[num_rows:].zero_()
         return table
 
-    def _fill(self, *names: str) -> Tensor:
-        """Make one parameter from tensors stacked along their first dimension."""
-        shapes = [self._local_shape(name) for name in names]
+    def _fill(self, key: str) -> Tensor:
+        """Make one parameter from this rank's stored parts, stacked along their first dimension."""
+        parts = [part for part in self._table[key] if self._shard.holds(part)]
+        shapes = [self._local_shape(part) for part in parts]
         parameter = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         begin = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._copy(name, parameter[begin : begin + shape[0]])
+        for part, shape in zip(parts, shapes, strict=True):
+            self._copy(part, parameter[begin : begin + shape[0]])
             begin += shape[0]
         return parameter
 
-    def _copy(self, name: str, target: Tensor) -> None:
+    def _copy(self, part: StoredPart, target: Tensor) -> None:
         """Copy this rank's part of a stored tensor, cast, into `target`. Raises ConfigError for values that are not
         finite.
         """
         if target.numel():
-            target.copy_(self._source.tensor(name, self._shard.part(name)))
+            target.copy_(_restored(part, self._source.tensor(part.name, self._shard.slice(part))))
             low, high = torch.aminmax(target)
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._backend.dtype}")
-        self._source.forget(name)
+                raise ConfigError(f"checkpoint: {part.name} has values that are not finite in {self._backend.dtype}")
+        self._source.forget(part.name)
         self._done += target.numel()
         if self._progress is not None:
             self._progress(self._done, self._num_values)
 
-    def _local_shape(self, name: str) -> tuple[int, ...]:
-        part, whole = self._shard.part(name), self._shapes[name]
-        return whole if part is None else part.shape(whole)
+    def _local_shape(self, part: StoredPart) -> tuple[int, ...]:
+        found = self._shard.slice(part)
+        return part.shape if found is None else found.shape(part.shape)
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device)
 
 
-def expected_shapes(config: ModelArchitecture) -> dict[str, tuple[int, ...]]:
-    """Names, as Hugging Face's, and shapes of all tensors that the architecture reads from a checkpoint."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, key = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    projections = (
-        ("self_attn.q_proj", query, hidden, config.qkv_bias),
-        ("self_attn.k_proj", key, hidden, config.qkv_bias),
-        ("self_attn.v_proj", key, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, query, config.output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
-    if config.qk_norm:
-        norms += [("self_attn.q_norm", head_dim), ("self_attn.k_norm", head_dim)]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        prefix = f"model.layers.{i}."
-        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms}
-        for name, rows, columns, has_bias in projections:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    return shapes
+def _restored(part: StoredPart, stored: Tensor) -> Tensor:
+    """What kernels compute with, from what is stored; see `engine.model.parameters`."""
+    if part.order is not None:
+        heads = stored.reshape(-1, len(part.order), *stored.shape[1:])
+        stored = heads[:, list(part.order)].flatten(0, 1)
+    if part.offset or part.factor != 1.0:
+        stored = (stored.float() + part.offset) * part.factor
+    return stored
 
 
 _PLANES = "kv"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.model.config import ModelArchitecture
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
@@ -137,7 +137,7 @@ def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_
 
 
 def estimate_workspace_bytes(
-    config: ModelArchitecture,
+    config: ModelSpec,
     *,
     dtype: str,
     max_batch_tokens: int,
@@ -164,7 +164,7 @@ def estimate_workspace_bytes(
 
 
 def kv_layout(
-    config: ModelArchitecture,
+    config: ModelSpec,
     *,
     fingerprint: str,
     dtype: str,

@@ -1,12 +1,13 @@
 """Rotary position settings, from both layouts that Hugging Face configurations use.
 
 Old: `rope_theta` beside an optional `rope_scaling` object. New (transformers 5): one `rope_parameters` object.
-When both are present, `rope_scaling` takes precedence, as in transformers.
+When both are present, `rope_scaling` takes precedence, as in transformers. Models whose layers rotate differently have
+one object for each kind of layer inside `rope_parameters`, or fields of their own, which their families read.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.model.config_fields import Fields
 DEFAULT_THETA = 10_000.0
 _MAX_FACTOR = 1e6
 _MAX_POSITIONS = 2**31 - 1
+_MAX_PAIRS = 2048
 
 
 class RopeType(Enum):
@@ -25,6 +27,9 @@ class RopeType(Enum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
+    FACTORS = "factors"
+    """A divisor for each frequency, as GGUF files have it where a `config.json` says llama3. Not Hugging Face's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,21 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Factor on cosine and sine (yarn)."""
+    """Factor on cosine and sine (yarn, longrope)."""
+    partial: float = 1.0
+    """Share of a head's elements that are rotated, the first ones."""
+    is_interleaved: bool = False
+    """Whether pairs are neighbours; else an element and that half of the rotated ones further."""
+    short_factors: tuple[float, ...] = ()
+    """Divisors of the pairs' frequencies within `original_max_positions` (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """The same beyond it."""
+    factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, the highest frequency first (factors)."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Number of a head's elements that are rotated."""
+        return int(head_dim * self.partial)
 
     @property
     def max_context(self) -> int:
@@ -60,24 +79,48 @@ class RopeConfig:
         return self.max_positions
 
 
-def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeDefaults:
+    """What a family's configuration means where it is silent, and what it cannot say."""
+
+    theta: float = DEFAULT_THETA
+    partial: float | None = None
+    """Share of a head that is rotated by default; None: all of it, and the family has no such field."""
+    is_interleaved: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Older names of rotary types."""
+
+
+def parse_rope(raw: Mapping[str, Any], max_positions: int, defaults: RopeDefaults | None = None) -> RopeConfig:
     """Read the rotary settings of a `config.json`. Raises ConfigError, which names the offending field."""
-    top = Fields(raw, "config.json")
+    top, defaults = Fields(raw, "config.json"), defaults or RopeDefaults()
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     nested = raw.get(name) or {}
     if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
         raise top.error(name, "must be one flat object for all layers")
-    rope = Fields(nested, f"config.json: {name}")
-    kind = nested.get("rope_type", nested.get("type", RopeType.DEFAULT.value))
+    return read_rope(top, Fields(nested, f"config.json: {name}"), max_positions, defaults)
+
+
+def read_rope(top: Fields, rope: Fields, max_positions: int, defaults: RopeDefaults) -> RopeConfig:
+    """Read one rotation: `rope` are its own fields, `top` those of the whole configuration. Raises ConfigError."""
+    kind = rope.get("rope_type") or rope.get("type") or RopeType.DEFAULT.value
     known = [member.value for member in RopeType]
+    if isinstance(kind, str):
+        kind = defaults.aliases.get(kind, kind)
     if kind not in known:
         raise rope.error("rope_type", f"must be one of {', '.join(known)}, is {kind!r:.40}")
-    for fields in (top, rope):
-        if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            raise fields.error("partial_rotary_factor", "other than 1 is not supported")
     holder = rope if rope.has("rope_theta") else top
-    theta = holder.number("rope_theta", 1.0 + 1e-6, 1e15, DEFAULT_THETA)
-    return _BY_TYPE[RopeType(kind)](top, rope, theta, max_positions)
+    theta = holder.number("rope_theta", 1.0 + 1e-6, 1e15, defaults.theta)
+    found = _BY_TYPE[RopeType(kind)](top, rope, theta, max_positions)
+    return replace(found, partial=_partial(top, rope, defaults), is_interleaved=defaults.is_interleaved)
+
+
+def _partial(top: Fields, rope: Fields, defaults: RopeDefaults) -> float:
+    holder = rope if rope.has("partial_rotary_factor") else top
+    partial = holder.number("partial_rotary_factor", 0.0, 1.0, defaults.partial or 1.0)
+    if partial != 1.0 and defaults.partial is None:
+        raise holder.error("partial_rotary_factor", "other than 1 is not supported for this architecture")
+    return partial
 
 
 def _default(_top: Fields, _rope: Fields, theta: float, max_positions: int) -> RopeConfig:
@@ -140,6 +183,41 @@ def _yarn(top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeCo
     )
 
 
+def _factors(_top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    return RopeConfig(
+        rope_type=RopeType.FACTORS,
+        theta=theta,
+        max_positions=max_positions,
+        original_max_positions=max_positions,
+        factors=_factors_of_pairs(rope, "factors"),
+    )
+
+
+def _longrope(top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    original = _original_max(top, rope, max_positions)
+    # The ratio of the contexts says more than `factor`, which is used only where the file has it.
+    factor = rope.number("factor", 1.0, _MAX_FACTOR, max(1.0, max_positions / original))
+    usual = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 and original > 1 else 1.0
+    return RopeConfig(
+        rope_type=RopeType.LONGROPE,
+        theta=theta,
+        max_positions=max_positions,
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=rope.number("attention_factor", 1e-6, 1e3, usual),
+        short_factors=_factors_of_pairs(rope, "short_factor"),
+        long_factors=_factors_of_pairs(rope, "long_factor"),
+    )
+
+
+def _factors_of_pairs(rope: Fields, name: str) -> tuple[float, ...]:
+    values = rope.get(name)
+    if not isinstance(values, list) or not 1 <= len(values) <= _MAX_PAIRS:
+        raise rope.error(name, "must be a list of one number for each rotated pair")
+    each = [Fields({f"{name}[{i}]": value}, "config.json: rope_scaling") for i, value in enumerate(values)]
+    return tuple(fields.number(f"{name}[{i}]", 1e-6, _MAX_FACTOR) for i, fields in enumerate(each))
+
+
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """Temperature of YaRN (Peng et al., 2023, section 3.4), unless the checkpoint has its own."""
     if rope.has("attention_factor"):
@@ -164,4 +242,6 @@ _BY_TYPE = {
     RopeType.DYNAMIC: _dynamic,
     RopeType.LLAMA3: _llama3,
     RopeType.YARN: _yarn,
+    RopeType.FACTORS: _factors,
+    RopeType.LONGROPE: _longrope,
 }

@@ -8,10 +8,9 @@ ranks have the same one.
 
 from dataclasses import dataclass, replace
 
-from engine.model.config import ModelArchitecture
+from engine.model.parameters import Split, StoredPart
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
-
-_ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,55 +29,50 @@ class TensorSlice:
 class Shard:
     """One rank's share of one model."""
 
-    def __init__(self, config: ModelArchitecture, *, rank: int, size: int) -> None:
+    def __init__(self, config: ModelSpec, *, rank: int, size: int) -> None:
         """Raises ConfigError, naming the field of config.json, when the model cannot be split over `size` ranks."""
         _check_divides(config, size)
-        self._config = config
         self._rank = rank
-        self._size = size
-        self._replicas = max(1, size // config.num_kv_heads)
         vocab_rows = -(-config.vocab_size // size)
-        self.config = replace(
-            config,
-            vocab_size=vocab_rows,
-            intermediate_size=config.intermediate_size // size,
-            num_heads=config.num_heads // size,
-            num_kv_heads=max(1, config.num_kv_heads // size),
+        layers = tuple(
+            replace(
+                layer,
+                intermediate_size=layer.intermediate_size // size,
+                num_heads=layer.num_heads // size,
+                num_kv_heads=max(1, layer.num_kv_heads // size),
+            )
+            for layer in config.layers
         )
+        self.config = replace(config, vocab_size=vocab_rows, layers=layers)
         """Architecture of this rank's part; its vocabulary may include padding rows beyond the model's."""
         self.first_token = rank * vocab_rows
+        self.first_kv_head = rank // max(1, size // config.num_kv_heads) * self.config.num_kv_heads
+        self._units = {
+            Split.HEADS: (rank * self.config.num_heads, self.config.num_heads),
+            Split.KV_HEADS: (self.first_kv_head, self.config.num_kv_heads),
+            Split.INNER: (rank * self.config.intermediate_size, self.config.intermediate_size),
+            Split.VOCABULARY: (self.first_token, vocab_rows),
+        }
+        """First unit and number of units of this rank."""
 
-    def holds(self, name: str) -> bool:
-        """Whether this rank reads any of a checkpoint's tensor: a bias that follows a sum is added once, by rank 0."""
-        module, kind = name.split(".")[-2:]
-        return self._rank == 0 or kind != "bias" or module not in _ROW_PARALLEL
+    def holds(self, part: StoredPart) -> bool:
+        """Whether this rank reads any of a stored part. Of a vocabulary, the last ranks may hold no rows."""
+        if part.split in (Split.NONE, Split.VOCABULARY):
+            return self._rank == 0 or not part.is_added_once
+        found = self.slice(part)
+        return found is not None and found.end > found.begin
 
-    def part(self, name: str) -> TensorSlice | None:
-        """The part that this rank reads of a tensor that it holds; None: all of it."""
-        module, kind = name.split(".")[-2:]
-        if module in _ROW_PARALLEL and kind == "bias":
+    def slice(self, part: StoredPart) -> TensorSlice | None:
+        """The slice of the stored tensor that this rank reads; None: all of it."""
+        if part.split is Split.NONE:
             return None
-        match module:
-            case "q_proj" | "o_proj":
-                begin, count = self._rank * self.config.num_heads, self.config.num_heads
-            case "k_proj" | "v_proj":
-                begin, count = self._rank // self._replicas * self.config.num_kv_heads, self.config.num_kv_heads
-            case "gate_proj" | "up_proj" | "down_proj":
-                begin, count = self._rank * self.config.intermediate_size, self.config.intermediate_size
-            case "embed_tokens" | "lm_head":
-                return self._vocabulary()
-            case _:
-                return None
-        unit = self._config.head_dim if module in ("q_proj", "k_proj", "v_proj", "o_proj") else 1
-        return TensorSlice(dim=int(module in _ROW_PARALLEL), begin=begin * unit, end=(begin + count) * unit)
-
-    def _vocabulary(self) -> TensorSlice:
-        last = self._config.vocab_size
-        begin = min(self.first_token, last)
-        return TensorSlice(dim=0, begin=begin, end=min(begin + self.config.vocab_size, last))
+        first, count = self._units[part.split]
+        begin = min(max(first - part.first_unit, 0), part.num_units)
+        end = min(max(first + count - part.first_unit, begin), part.num_units)
+        return TensorSlice(dim=part.dim, begin=part.begin + begin * part.unit, end=part.begin + end * part.unit)
 
 
-def _check_divides(config: ModelArchitecture, size: int) -> None:
+def _check_divides(config: ModelSpec, size: int) -> None:
     counts = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     for field, count in counts.items():
         if count % size:

@@ -8,7 +8,7 @@ compiled at their first launch.
 import contextlib
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -87,12 +87,14 @@ def measure_workspace_bytes(
     max_running_requests: int,
     max_context: int,
     max_pool_tokens: int,
+    max_draft_rows: int = 0,
     announce: Callable[[StepInputs], None] | None = None,
 ) -> int | None:
     """Memory that steps take beside weights and KV: the peak over the largest steps and, on a CPU, an allowance for
     what serving takes besides.
 
-    `announce`: see ModelRunner. None where the system cannot tell.
+    `max_draft_rows`: drafts that a step may verify beside its requests. `announce`: see ModelRunner. None where the
+    system cannot tell.
     """
     cache = PagedKVCache(layout, num_blocks=1, device=model.device)
     runner = ModelRunner(model, cache, announce=announce)
@@ -100,19 +102,26 @@ def measure_workspace_bytes(
     if not peak.start():
         return None
     max_context = min(max_context, max(1, max_pool_tokens))
-    prefill = _prefill_spans(max_batched_tokens, prefill_chunk_tokens, max_running_requests, max_context)
-    rows = min(max_running_requests, max_batched_tokens)
+    max_rows = max_running_requests + max_draft_rows
+    prefill = _prefill_spans(max_batched_tokens, prefill_chunk_tokens, max_rows, max_context)
+    rows = min(max_rows, max_batched_tokens)
     for spans in (prefill, *_decode_steps(rows, max_context, max_pool_tokens, compiles=model.device.type == "cuda")):
         runner.launch(_batch(layout.block_size, spans)).tokens()
+    if max_draft_rows and rows > max_running_requests:
+        # Rows after drafts are penalised by other tensors than as many requests.
+        drafts = _drafts(max_running_requests, rows - max_running_requests)
+        length = max(1, min(max_context, max_pool_tokens // max_running_requests) - max(drafts))
+        spans = [(length - 1, 1)] * max_running_requests
+        runner.launch(_batch(layout.block_size, spans, drafts)).tokens()
     if layout.tp_size == 1:
         # The same graphs as will be recorded over the real pool: they keep their memory.
-        runner.record_graphs(max_rows=max_running_requests, max_length=max_context)
+        runner.record_graphs(max_rows=max_rows, max_tokens=max_batched_tokens, max_length=max_context)
     growth_bytes = peak.growth_bytes()
     del runner
     release_unused_memory(model)
     if model.device.type == "cuda":
         return growth_bytes
-    return growth_bytes + _HOST_BYTES + max_running_requests * _HOST_BYTES_EACH
+    return growth_bytes + _HOST_BYTES + max_rows * _HOST_BYTES_EACH
 
 
 def release_unused_memory(model: Decoder) -> None:
@@ -141,9 +150,16 @@ def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_contex
     return [(max_context - chunk_tokens, chunk_tokens), *[(0, 1)] * num_others]
 
 
-def _batch(block_size: int, spans: list[tuple[int, int]]) -> Batch:
+def _drafts(num_requests: int, num_drafts: int) -> list[int]:
+    """Number of drafts of each request, as even as possible."""
+    return [num_drafts // num_requests + (i < num_drafts % num_requests) for i in range(num_requests)]
+
+
+def _batch(block_size: int, spans: list[tuple[int, int]], drafts: Sequence[int] | None = None) -> Batch:
+    """`drafts`: number of drafts of each request; None: no drafts."""
     items = []
     for number, (start, count) in enumerate(spans):
+        num_drafts = 0 if drafts is None else drafts[number]
         tokens = array("i", [0]) * (start + count)
         request = Request(
             request_id=RequestId(f"dry-run-{number}"),
@@ -151,9 +167,9 @@ def _batch(block_size: int, spans: list[tuple[int, int]]) -> Batch:
             num_prompt_tokens=len(tokens),
             params=_WIDE_SAMPLING,
             hash_root=BlockHash(b""),
-            block_table=BlockTable([BlockId(0)] * -(-len(tokens) // block_size)),
+            block_table=BlockTable([BlockId(0)] * -(-(len(tokens) + num_drafts) // block_size)),
         )
-        items.append(BatchItem(request=request, start=start, num_tokens=count, samples=True))
+        items.append(BatchItem(request, start, count, samples=True, drafts=(0,) * num_drafts))
     return Batch(items=tuple(items))
 
 

@@ -19,7 +19,7 @@ from engine.runner.device_queue import Staging, device_queue
 from engine.runner.pending_samples import ComingKeys, PendingSamples
 from engine.runner.prompt_logprobs import PendingScores, RowScores, score_rows
 from engine.runner.step_input_builder import StepInputBuilder
-from engine.sampling.sampler import Sampler, SampleRow
+from engine.sampling.sampler import Sampler, sample_rows
 from engine.types.request import Batch, SampledToken
 from engine.types.runner import LaunchedStep
 from engine.types.step_inputs import IntArray, StepInputs
@@ -88,7 +88,7 @@ class ModelRunner:
         if logits is None:
             self._sampled = None
             return ComingKeys(self._queue)
-        rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
+        rows = sample_rows(batch)
         chosen = self._sampler.choose(logits, rows)
         self._sampled = chosen.token_ids
         return PendingSamples(self._queue, chosen)
@@ -101,17 +101,17 @@ class ModelRunner:
         if not batch.items:
             return []
         tokens = [token for token in self.launch(batch).tokens() if token is not None]
-        if len(tokens) != sum(item.samples for item in batch.items):
+        if len(tokens) != batch.num_samples:
             raise InvariantError("the model gave no usable logits")
         return tokens
 
-    def record_graphs(self, *, max_rows: int, max_length: int) -> None:
-        """Let the backend record decoding steps ahead, if it can. Call it before the first step, with the pool in
+    def record_graphs(self, *, max_rows: int, max_tokens: int, max_length: int) -> None:
+        """Let the backend record steps ahead, if it can. Call it before the first step, with the pool in
         place.
         """
         with torch.inference_mode():
             self.graphs = self.model.backend.graphs(
-                self.model, self._attention, max_rows=max_rows, max_length=max_length
+                self.model, self._attention, max_rows=max_rows, max_tokens=max_tokens, max_length=max_length
             )
 
     def bind_thread(self) -> None:

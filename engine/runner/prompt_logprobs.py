@@ -78,7 +78,7 @@ class PendingScores:
         self._step = step
         shares = [
             (request.scoring, len(request.scoring.rows(start, num_tokens)))
-            for request, start, num_tokens, _ in batch.items
+            for request, start, num_tokens, *_ in batch.items
             if request.scoring is not None
         ]
         self._scoring = [(one, count) for one, count in shares if one.num_top is not None and count]

@@ -5,11 +5,12 @@ cost grows with its rows and not with the length of their contexts.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.types.request import Batch, Request
+from engine.types.request import Batch, BatchItem, Request
 from engine.types.step_inputs import IntArray, StepInputs, no_moves
 from tandem.errors import InvariantError
 
@@ -40,12 +41,16 @@ class StepInputBuilder:
         A row may compute a token that the previous batch samples: it becomes one of `feeds`. InvariantError when an
         item has fewer tokens or blocks than it computes.
         """
-        requests, starts_given, counts_given, samples = zip(*batch.items, strict=True)
+        items, drafted = (batch.items, None) if not batch.num_draft_tokens else _expanded(batch.items)
+        requests, starts_given, counts_given, samples, _ = zip(*items, strict=True)
         starts = np.array(starts_given, dtype=np.int64)
         counts = np.array(counts_given, dtype=np.int64)
-        awaited = _check(requests, starts, counts, self._block_size)
+        known = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+        if drafted is not None:
+            known += drafted.num_before
+        awaited = _check(requests, starts, counts, known, self._block_size)
         last, self._last = self._last, batch
-        order = np.lexsort((-starts, counts > 1))
+        order = np.lexsort((-starts if drafted is None else -drafted.longest, counts > 1))
         starts, counts = starts[order], counts[order]
         ordered = [requests[i] for i in order.tolist()]
         ends = np.cumsum(counts)
@@ -57,9 +62,12 @@ class StepInputBuilder:
         last_row[order] = ends - 1
         scores, pooled, num_top = no_moves(), no_moves(), 0
         if any(item.request.scoring is not None for item in batch.items):
-            scores, pooled, num_top = _rows_to_score(batch, (last_row + 1 - np.array(counts_given)).tolist())
+            scores, pooled, num_top = _rows_to_score(items, (last_row + 1 - np.array(counts_given)).tolist())
+        token_ids = _gather_tokens(ordered, starts, counts, num_single)
+        if drafted is not None:
+            token_ids[last_row[drafted.places]] = drafted.token_ids
         return StepInputs(
-            token_ids=_gather_tokens(ordered, starts, counts, num_single),
+            token_ids=token_ids,
             feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else no_moves(),
             positions=positions,
             slots=blocks * self._block_size + positions % self._block_size,
@@ -124,12 +132,39 @@ class StepInputBuilder:
         self._filled[row] = needed
 
 
-def _rows_to_score(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
-    """Arrays `scores` and `pooled`, in the batch's order, and `num_top`; `first_rows`: each item's first row."""
+class _Drafted(NamedTuple):
+    """Items that verify drafts, each as several of one token."""
+
+    places: IntArray  # [num_drafts], those that compute a draft
+    token_ids: IntArray  # [num_drafts], the drafts
+    num_before: IntArray  # [num_items], drafts that count as known tokens
+    longest: IntArray  # [num_items], start of the last of the request's items
+
+
+def _expanded(items: Sequence[BatchItem]) -> tuple[Sequence[BatchItem], _Drafted]:
+    found: list[BatchItem] = []
+    places: list[int] = []
+    token_ids: list[int] = []
+    num_before: list[int] = []
+    longest: list[int] = []
+    for item in items:
+        count = len(item.drafts)
+        found.append(item)
+        if count:
+            places += range(len(found), len(found) + count)
+            found += [BatchItem(item.request, item.start + i, 1, True) for i in range(1, count + 1)]
+            token_ids += item.drafts
+        num_before += range(count + 1)
+        longest += [item.start + count] * (count + 1)
+    return found, _Drafted(*(np.array(part, dtype=np.int64) for part in (places, token_ids, num_before, longest)))
+
+
+def _rows_to_score(items: Sequence[BatchItem], first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
+    """Arrays `scores` and `pooled`, in the items' order, and `num_top`; `first_rows`: each item's first row."""
     scores: list[tuple[int, int]] = []
     pooled: list[tuple[int, int]] = []
     num_top = num_pooling = 0
-    for (request, start, num_tokens, _), first in zip(batch.items, first_rows, strict=True):
+    for (request, start, num_tokens, *_), first in zip(items, first_rows, strict=True):
         if (scoring := request.scoring) is None or not (rows := scoring.rows(start, num_tokens)):
             continue
         if scoring.num_top is None:
@@ -145,13 +180,15 @@ def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:
     return np.array(moves, dtype=np.int64).reshape(-1, 2) if moves else no_moves()
 
 
-def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, block_size: int) -> NDArray[np.bool_]:
+def _check(
+    requests: Sequence[Request], starts: IntArray, counts: IntArray, num_tokens: IntArray, block_size: int
+) -> NDArray[np.bool_]:
     """Find the requests that compute the token after their last known one, bool `[num_requests]`.
 
-    Raises InvariantError when one has fewer tokens or blocks than it computes.
+    `num_tokens`: known tokens of each, `[num_requests]`. Raises InvariantError when one has fewer tokens or blocks than
+    it computes.
     """
     ends = starts + counts
-    num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
     num_blocks = np.array([len(request.block_table.ids) for request in requests], dtype=np.int64)
     awaited: NDArray[np.bool_] = (starts == num_tokens) & (counts == 1)
     beyond = (ends > num_tokens) & ~awaited
@@ -169,8 +206,12 @@ def _feeds(last: Batch | None, requests: list[Request], rows: IntArray) -> IntAr
     """Pairs of a row and the index of the previous batch's sample that it computes. `rows` are of single-row
     sequences.
     """
-    sampling = [] if last is None else [item.request for item in last.items if item.samples]
-    sample_of = {id(request): k for k, request in enumerate(sampling)}
+    sampling: list[Request | None] = []
+    for item in () if last is None else last.items:
+        if item.samples:
+            # Which of several samples is the last one kept is not known yet.
+            sampling += [None if item.drafts else item.request] + [None] * len(item.drafts)
+    sample_of = {id(request): k for k, request in enumerate(sampling) if request is not None}
     pairs = [(row, sample_of.get(id(requests[row]))) for row in rows.tolist()]
     for row, sample in pairs:
         if sample is None:

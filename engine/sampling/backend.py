@@ -109,7 +109,7 @@ class SamplingKernels(Protocol):
         """Choose one token per row, int64 `[num_rows]`; UNUSABLE where a row holds NaN or infinity, or nothing finite.
 
         `params` None: the largest of each row, the first of equal ones. Chosen tokens are counted in the counts of
-        `penalties`.
+        `penalties`, in the rows that it says.
         """
         ...
 
@@ -186,7 +186,7 @@ def choose_by_steps(
         logits = adjusted(logits, penalties=penalties, edits=edits)
     tokens = _argmax_or_draw(kernels, logits, params)
     if penalties is not None:
-        counted = ((penalties.slots >= 0) & usable).nonzero()[:, 0]
+        counted = (penalties.is_counted() & usable).nonzero()[:, 0]
         counts, slots = penalties.counts.counts, penalties.slots[counted].to(torch.int64)
         twos = torch.full((len(slots),), 2, dtype=torch.int32, device=slots.device)
         counts.index_put_((slots, tokens[counted]), twos, accumulate=True)
@@ -218,7 +218,7 @@ def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: Logit
         return logits
     rows = (penalties.slots >= 0).nonzero()[:, 0]
     part = logits[rows]  # [num_penalised, vocab_size]
-    seen = penalties.counts.counts[penalties.slots[rows].long()]
+    seen = penalties.seen(rows)
     repetition = penalties.repetition[rows, None]
     part = torch.where(seen > 0, torch.where(part > 0, part / repetition, part * repetition), part)
     output = (seen >> 1).to(torch.float32)

@@ -1,6 +1,7 @@
 """Constraints that need no grammar: allowed tokens, banned sequences; and several guides at once."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -31,6 +32,12 @@ class AllowedTokens:
         self.has_refused = token_id not in self._allowed
         return not self.has_refused
 
+    def fork(self) -> "AllowedTokens":
+        return copy(self)
+
+    def forced(self, most: int) -> Sequence[int]:
+        return [*self._allowed] * most if len(self._allowed) == 1 else ()
+
 
 class BannedSequences:
     """Bans the last token of a sequence whose other tokens have just come. Implements TokenGuide."""
@@ -58,6 +65,14 @@ class BannedSequences:
         del self._recent[: len(self._recent) - self._lengths[-1]]
         self.num_tokens += 1
         return not self.has_refused
+
+    def fork(self) -> "BannedSequences":
+        ahead = copy(self)
+        ahead._recent = self._recent.copy()
+        return ahead
+
+    def forced(self, most: int) -> Sequence[int]:
+        return ()
 
     def _banned(self) -> set[int]:
         found: set[int] = set()
@@ -96,6 +111,15 @@ class AllOf:
     def accept(self, token_id: int) -> bool:
         self.num_tokens += 1
         return all([guide.accept(token_id) for guide in self._guides])
+
+    def fork(self) -> "AllOf":
+        ahead = AllOf([guide.fork() for guide in self._guides])
+        ahead.num_tokens = self.num_tokens
+        return ahead
+
+    def forced(self, most: int) -> Sequence[int]:
+        """See TokenGuide: those of the first guide that forces any, whatever the others allow."""
+        return next((tokens for guide in self._guides if (tokens := guide.forced(most))), ())
 
 
 def catch_up(guide: TokenGuide, output: Sequence[int], vocab_size: int) -> None:

@@ -9,13 +9,17 @@ import importlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import pairwise
 from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from engine.types.token_guide import Bits
-from tandem.config.source.regular_file import read_regular_text
+import numpy as np
+
+from engine.types.token_guide import Bits, num_words
 from tandem.errors import ConfigError, InvalidRequest
+from tandem.model_files import read_model_text
 from tandem.values.grammar_bounds import (
     LIMITS,
     ParserTime,
@@ -31,6 +35,8 @@ _CACHE_SHARE = 8
 _MAX_FOLLOWED_TOKENS = 1 << 14
 """Tokens followed with one compiled grammar, after which it is compiled anew: its state grows as it is used."""
 _NUM_PATHS, _NUM_TOKENS = 2, 4
+_MAX_PREFIXES = 8
+"""Allowed tokens up to which they may be the beginnings of one forced text; more are a choice."""
 _MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 _NOT_ALLOWED = "doesn't satisfy the grammar"
@@ -61,15 +67,17 @@ class LlGuide:
         end_token_ids: frozenset[int],
         time: ParserTime,
         on_fault: Callable[[_Compiled], None],
+        piece: Callable[[int], bytes],
     ) -> None:
         """`on_fault`: called when the matcher fails or is too costly, which may be due to state shared with its
-        copies.
+        copies. `piece`: the bytes of a token.
         """
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._end_token_ids = end_token_ids
         self._time = time
         self._on_fault = on_fault
+        self._piece = piece
         self._has_ended = False
         self._bits: Bits | None = None
         self._address = 0
@@ -106,6 +114,56 @@ class LlGuide:
             self._on_fault(self._compiled)
         return not self.has_refused
 
+    def fork(self) -> "LlGuide":
+        """See TokenGuide. A copied matcher takes some 2 us. Its faults count for nothing: they may be a draft's."""
+        ahead = copy(self)
+        ahead._matcher = self._matcher.deep_copy()
+        ahead._time = copy(self._time)
+        ahead._on_fault = _ignore
+        ahead._bits = None
+        return ahead
+
+    def forced(self, most: int) -> Sequence[int]:
+        """See TokenGuide. Bytes are forced where each allowed token begins the next; the longest is drafted.
+
+        Not by llguidance's own search for forced bytes, which may not end (`tandem.values.grammar_bounds.unforced`).
+        """
+        ahead, bits = self.fork(), np.zeros(num_words(self._time.vocab_size), dtype=np.int32)
+        found: list[int] = []
+        while len(found) < most and not ahead.is_over:
+            bits.fill(0)
+            ahead.allow(bits)
+            token_id = self._only_way(bits)
+            if token_id is None or not ahead.accept(token_id):
+                break
+            found.append(token_id)
+        return found
+
+    def _only_way(self, bits: Bits) -> int | None:
+        """The longest of the allowed tokens if all begin alike; None when there is a choice, or an end."""
+        words = np.flatnonzero(bits)
+        if not 0 < len(words) <= _MAX_PREFIXES:
+            return None
+        chosen = bits[words].view(np.uint32).tolist()
+        if sum(map(int.bit_count, chosen)) > _MAX_PREFIXES:
+            return None
+        tokens = [
+            32 * word + bit
+            for word, value in zip(words.tolist(), chosen, strict=True)
+            for bit in range(32)
+            if value >> bit & 1
+        ]
+        if not self._end_token_ids.isdisjoint(tokens):
+            return None
+        pieces = sorted((self._piece(token_id), token_id) for token_id in tokens)
+        if all(longer.startswith(shorter) for (shorter, _), (longer, _) in pairwise(pieces)):
+            return pieces[-1][1]
+        return None
+
+
+def _ignore(_compiled: _Compiled) -> None:
+    """Do nothing about the fault of a fork."""
+
 
 class LlGuides:
     """Compiles grammars and caches them, up to a number of bytes."""
@@ -122,6 +180,7 @@ class LlGuides:
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._tokenizer: Any = None
+        self._pieces: dict[int, bytes] = {}
         self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
         self.kept_bytes = 0
 
@@ -146,7 +205,14 @@ class LlGuides:
         return guide
 
     def _guide(self, compiled: _Compiled) -> LlGuide:
-        return LlGuide(compiled, frozenset(self._end_token_ids), ParserTime(self._vocab_size), self._forget)
+        time = ParserTime(self._vocab_size)
+        return LlGuide(compiled, frozenset(self._end_token_ids), time, self._forget, self._piece)
+
+    def _piece(self, token_id: int) -> bytes:
+        found = self._pieces.get(token_id)
+        if found is None:
+            found = self._pieces[token_id] = bytes(self._tokenizer.decode_bytes([token_id]))
+        return found
 
     def _keep(self, compiled: _Compiled) -> None:
         with self._lock:
@@ -191,7 +257,7 @@ class LlGuides:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    text = tokenizer_for_guides(read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES))
+                    text = tokenizer_for_guides(read_model_text(self._path, max_bytes=_MAX_FILE_BYTES))
                     ends = list(self._end_token_ids) or None
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
                 except (ConfigError, ValueError) as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.sampling.backend import DrawParams, LogitEdits, SamplingKernels, TorchSampling
 from engine.sampling.token_counts import CountedRequests, Penalties, Put
-from engine.types.request import Request
+from engine.types.request import Batch, Request
 from engine.types.token_guide import TokenGuide, num_words
 from tandem.values.sampling import SamplingParams
 
@@ -32,14 +32,29 @@ class GuidedRows:
         """`guides`: pairs of row and guide, ascending by row; at least one."""
         self._rows = put(np.array([row for row, _ in guides], dtype=np.int64))
         self._bits = np.zeros((len(guides), num_words(vocab_size)), dtype=np.int32)
-        self._guides = [(guide, bits) for (_, guide), bits in zip(guides, self._bits, strict=True)]
+        self._guides = [(row, guide, bits) for (row, guide), bits in zip(guides, self._bits, strict=True)]
 
-    def forbid_(self, logits: Tensor, kernels: SamplingKernels, put: Put) -> None:
-        """Mask, in place, these rows of float32 `[num_rows, vocab_size]` logits by what their guides allow."""
+    def forbid_(self, logits: Tensor, rows: "Sequence[SampleRow]", kernels: SamplingKernels, put: Put) -> None:
+        """Mask, in place, these rows of float32 `[num_rows, vocab_size]` logits by what their guides allow, after the
+        drafts of each row of `rows`. Nothing is allowed after a draft that a guide refuses.
+        """
         self._bits.fill(0)
-        for guide, bits in self._guides:
-            guide.allow(bits)
+        ahead: TokenGuide | None = None
+        for row, guide, bits in self._guides:
+            drafts = rows[row].drafts
+            if not drafts:
+                guide.allow(bits)
+            elif len(drafts) == 1:
+                ahead = _after(guide.fork(), drafts[0])
+            elif ahead is not None:
+                ahead = _after(ahead, drafts[-1])  # the row before it has one draft less
+            if drafts and ahead is not None:
+                ahead.allow(bits)
         kernels.forbid_(logits, self._rows, put(self._bits))
+
+
+def _after(ahead: TokenGuide, draft: int) -> TokenGuide | None:
+    return ahead if ahead.accept(draft) and not ahead.is_over else None
 
 
 def guided_rows(guides: Sequence[TokenGuide | None], vocab_size: int, put: Put) -> GuidedRows | None:
@@ -60,6 +75,19 @@ class SampleRow(NamedTuple):
 
     request: Request
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+    """The last of these tokens, if they are drafts. A request's rows follow each other, each with one draft more."""
+
+
+def sample_rows(batch: Batch) -> list[SampleRow]:
+    """The rows that a batch samples, in order: one for each item that samples, and one for each of its drafts."""
+    rows = []
+    for request, start, num_tokens, samples, drafts in batch.items:
+        if samples:
+            end = start + num_tokens
+            rows.append(SampleRow(request, end))
+            rows += [SampleRow(request, end + i, drafts[:i]) for i in range(1, len(drafts) + 1)]
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +152,18 @@ class Sampler:
         place.
         """
         size = max(1, _MAX_GROUP_ELEMENTS[self._device.type] // logits.shape[1])
-        parts = [self._choose_group(logits, rows, begin, begin + size) for begin in range(0, len(rows), size)]
+        parts: list[Chosen] = []
+        begins: set[int] = set()
+        begin = 0
+        while begin < len(rows):
+            end = min(begin + size, len(rows))
+            while end < len(rows) and rows[end].drafts:
+                end += 1  # rows of one request stay together
+            parts.append(self._choose_group(logits, rows, begin, end))
+            begins.add(begin)
+            begin = end
+        if len(self._groups) > len(parts):
+            self._groups = {begin: group for begin, group in self._groups.items() if begin in begins}
         if len(parts) == 1:
             return parts[0]
         return Chosen(
@@ -138,7 +177,7 @@ class Sampler:
         asking = self._put(np.array(group.asking, dtype=np.int64)) if group.asking else None
         untouched = None if asking is None else logits[asking]
         if group.guided is not None:
-            group.guided.forbid_(logits, self._kernels, self._put)
+            group.guided.forbid_(logits, rows, self._kernels, self._put)
         if group.is_plain:
             tokens = self._kernels.choose(logits, None)
         else:
@@ -181,7 +220,7 @@ class Sampler:
         )
 
     def _draw_params(self, group: _Group, rows: Sequence[SampleRow]) -> DrawParams:
-        positions = [num_tokens - request.num_prompt_tokens for request, num_tokens in rows]
+        positions = [row.num_tokens - row.request.num_prompt_tokens for row in rows]
         return DrawParams(
             temperature=group.floats[0],
             min_p=group.floats[1],
@@ -205,15 +244,24 @@ class Sampler:
             repetition=group.floats[3],
             presence=group.floats[4],
             frequency=group.floats[5],
+            drafts=self._drafts(rows),
         )
+
+    def _drafts(self, rows: Sequence[SampleRow]) -> Tensor | None:
+        """Drafts before each row, int64 `[num_rows, most]`, padded with -1; None when there are none."""
+        most = max([len(row.drafts) for row in rows])
+        if not most:
+            return None
+        padded = [row.drafts + (-1,) * (most - len(row.drafts)) for row in rows]
+        return self._put(np.array(padded, dtype=np.int64))
 
     def _edits(self, rows: Sequence[SampleRow]) -> LogitEdits | None:
         """Biases and bans of these rows; None when there are none at present."""
         edits = [
             (row, token, bias)
-            for row, (request, _) in enumerate(rows)
-            if request.params.logit_bias
-            for token, bias in request.params.logit_bias.items()
+            for row, sample in enumerate(rows)
+            if sample.request.params.logit_bias
+            for token, bias in sample.request.params.logit_bias.items()
         ]
         edits += [(row, token, _BANNED) for row, sample in enumerate(rows) for token in self._banned(sample)]
         if not edits:

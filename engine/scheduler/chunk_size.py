@@ -1,10 +1,10 @@
 """Bounds the prompt tokens of a step that also decodes, to keep inter-token latency within its limit.
 
 A step with decodes is predicted to take the time of its chunk, plus that of as many tokens as its decodes are worth.
-The decodes' worth follows from steps with and without a chunk, the time per token from the last steps with a chunk:
-both are medians, so that one stalled step has no effect. A machine that slows down is assumed to slow down evenly.
-Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again after three
-that were faster.
+The decodes' worth, drafts included, follows from steps with and without a chunk, the time per token from the last steps
+with a chunk: both are medians, so that one stalled step has no effect. A machine that slows down is assumed to slow
+down evenly. Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again
+after three that were faster.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ def has_decodes(items: Iterable[BatchItem]) -> bool:
     The last token of a prompt does not count, nor does a prefill for a hand-off. O(1) where decodes come
     first, as in planned steps.
     """
-    for request, start, num_tokens, samples in items:
+    for request, start, num_tokens, samples, _ in items:
         if samples and num_tokens == 1 and start >= request.num_prompt_tokens and not request.prefill_only:
             return True
     return False
@@ -63,12 +63,12 @@ class ChunkSizer:
         """Record a step's duration. A step with a short chunk and no decodes is ignored: its dominant fixed cost would
         have been paid by decodes anyway.
         """
-        if timings.num_tokens == timings.num_requests:
+        if timings.is_decode:
             self._decodes.append(timings.step_s)
             self._is_unweighed = True
             return
         # Exact for one prompt, a token less for each further one.
-        chunk_tokens = timings.num_tokens - timings.num_requests + 1
+        chunk_tokens = timings.num_tokens - timings.num_draft_tokens - timings.num_requests + 1
         least = MIN_PREFILL_TOKENS if beside_decodes else max(MIN_PREFILL_TOKENS, self._max_tokens // 2)
         if chunk_tokens < least or timings.step_s <= 0.0:
             return

@@ -47,7 +47,7 @@ class FastForwardScheduler(Scheduler):
 
     def steady_run(self) -> SteadyRun:
         """The run of steps that `fast_forward` may take at once."""
-        if self._ahead or self.tiers is not None or self.offloading is not None:
+        if self._ahead or self.tiers is not None or self.offloading is not None or self._speculation is not None:
             return NO_RUN
         return _steady_run(self._table, self.blocks, self._config)
 

@@ -17,6 +17,7 @@ from engine.kv_cache.block_manager import BlockManager, PrefixMatch
 from engine.kv_cache.pins import PrefixPins
 from engine.kv_cache.tiers.cache import CacheTiers
 from engine.scheduler.chunk_size import ChunkSizer
+from engine.scheduler.draft_planner import plan_drafts
 from engine.scheduler.lookahead import Lookahead, ends_lookahead
 from engine.scheduler.preempted_kv import Offloading
 from engine.scheduler.queue_order import QueueOrder
@@ -25,6 +26,7 @@ from engine.scheduler.request_table import RequestTable
 from engine.scheduler.shared_prefills import SharedPrefills
 from engine.scheduler.step_events import StepEventCollector
 from engine.scheduler.step_plan import StepPlan
+from engine.speculation.speculation import Speculation
 from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, Request, RequestState
@@ -114,10 +116,10 @@ class StepPlanner:
 
     # Running requests
 
-    def plan(self, now: float) -> Batch | None:
+    def plan(self, now: float, speculation: Speculation | None = None) -> Batch | None:
         """The next step's work; None when nothing can run, or must wait until the steps under way have settled.
 
-        O(running requests + admitted blocks).
+        `speculation` adds drafts from what the step has left. O(running requests + admitted blocks).
         """
         if self._must_settle and self._ahead:
             return None
@@ -146,6 +148,10 @@ class StepPlanner:
             if self._tiers is not None:
                 self._tiers.cancel()
             return None
+        if speculation is not None:
+            # Before the offloads are taken: blocks for drafts may evict cached ones.
+            may_grow = not (self.head_is_blocked or plan.has_preempted)
+            plan_drafts(plan, speculation, blocks=self._blocks, table=self._table, may_grow=may_grow)
         nothing: tuple[BlockOffload, ...] = ()
         return plan.batch(
             self._offloading.take_offloads() if self._offloading is not None else nothing,

@@ -12,6 +12,8 @@ under a running hand-off.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.eviction import eviction_policy
@@ -27,8 +29,10 @@ from engine.scheduler.preempted_kv import Offloading
 from engine.scheduler.request_limits import check_size, end_rule, finish_reason, reason_of
 from engine.scheduler.request_queue import Ranking
 from engine.scheduler.request_table import RequestTable
+from engine.scheduler.settling import settle
 from engine.scheduler.step_events import StepEventCollector
 from engine.scheduler.step_rates import RateMeter
+from engine.speculation.speculation import Speculation
 from engine.types.config import SchedulerConfig
 from engine.types.kv_events import KVEventLog
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
@@ -41,6 +45,18 @@ from tandem.values.ids import BlockId, RequestId
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class _Committed:
+    """What one step has brought so far, while it is committed."""
+
+    leaving: list[Request] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)
+    num_caught_up: int = 0
+    """Tokens by which the backlog has shrunk."""
+    num_accepted: int = 0
+    """Drafts that have become tokens."""
 
 
 class Scheduler:
@@ -60,14 +76,16 @@ class Scheduler:
         cache: TierSpec | None = None,
         pins: PinBounds | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        speculation: Speculation | None = None,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
         then the size of a block over all layers; call `offloading.set_copy_rates`. `cache` takes evicted blocks; call
         `tiers.costs.set_copy_rates`, and respect `patience_s` where there is a disk. With either, or with steps bounded
-        by time (`max_step_s`), call `observe` after every `commit`. Without `pins`, no prefix can be pinned.
-        `clock`: see BlockManager.
+        by time (`max_step_s`), or adaptive `speculation`, call `observe` after every `commit`. Without `pins`, no
+        prefix can be pinned. `clock`: see BlockManager. `speculation`: proposes drafts for the running requests.
         """
         self._config = config
+        self._speculation = speculation
         kv_events = KVEventLog(config.kv_event_capacity)
         blocks, size, policy = config.num_blocks, config.block_size, eviction_policy(config.eviction)
         self.blocks = BlockManager(
@@ -193,6 +211,8 @@ class Scheduler:
         self._table.leave(request)
         self._planner.forget(request)
         self._collector.forget(request.request_id)
+        if self._speculation is not None:
+            self._speculation.forget(request)
 
     # One step
 
@@ -208,19 +228,19 @@ class Scheduler:
         for request in self._table.deadlines.expired(now):
             self._end(request, FinishReason.DEADLINE)
         self.pins.expire(now)
-        batch = self._planner.plan(now)
+        batch = self._planner.plan(now, self._speculation)
         if batch is not None:
             self._ahead.launch(batch)
             self.blocks.begin_step()
         return batch
 
     def commit(self, batch: Batch, sampled: Sequence[SampledToken | None]) -> StepOutput:
-        """Account for the oldest launched batch: one sampled token per sampling item, in order.
+        """Account for the oldest launched batch: its samples, in order (see `engine.types.runner.LaunchedStep`).
 
         None marks logits from which no token can be sampled: only that request fails. Requests that have ended since
         the launch keep nothing.
         """
-        if len(sampled) != sum([item.samples for item in batch.items]):
+        if len(sampled) != batch.num_samples:
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
         self._ahead.settle(batch)
         self._planner.on_step_done()
@@ -228,11 +248,12 @@ class Scheduler:
         self._had_decodes = has_decodes(batch.items)
         size, running = self._config.block_size, RequestState.RUNNING
         tokens = iter(sampled)
-        num_caught_up = 0
-        leaving: list[Request] = []
-        failed: list[Request] = []
-        for request, start, num_tokens, samples in batch.items:
+        done, num_caught_up = _Committed(), 0
+        for request, start, num_tokens, samples, drafts in batch.items:
             request.num_in_flight_tokens -= num_tokens
+            if drafts:
+                self._commit_drafts(request, start, drafts, [*islice(tokens, 1 + len(drafts))], done)
+                continue
             token = None
             if samples:
                 request.num_awaited_tokens -= 1
@@ -243,27 +264,67 @@ class Scheduler:
             request.num_computed_tokens = end
             num_caught_up += num_tokens
             if samples and (token is None or not _may_follow(request, token)):
-                failed.append(request)
+                done.failed.append(request)
                 continue
             if start // size != end // size or request.prefill_only:
                 self._commit_blocks(request, start // size)
             if token is not None:
                 num_caught_up -= 1  # a token more to compute
                 if self._commit_token(request, token) or request.prefill_only:
-                    leaving.append(request)
-        self._table.backlog_tokens -= num_caught_up
-        for request in leaving:
+                    done.leaving.append(request)
+        done.num_caught_up += num_caught_up
+        self._let_go(done)
+        output = self.drain()
+        return output._replace(num_accepted_tokens=done.num_accepted) if done.num_accepted else output
+
+    def _let_go(self, done: "_Committed") -> None:
+        """End or hold the requests that a step has brought to their last token, or failed."""
+        self._table.backlog_tokens -= done.num_caught_up
+        for request in done.leaving:
             if request.prefill_only:
                 self._table.hold(request)
             else:
                 self._retire(request)
-        for request in failed:
+        for request in done.failed:
             name = request.request_id
             _log.warning("%s: cannot sample a token from its logits", name, extra=about(name))
             self.pins.invalidate(request)
             self.blocks.invalidate(request)
             self._end(request, FinishReason.ERROR)
-        return self.drain()
+
+    def _commit_drafts(
+        self,
+        request: Request,
+        start: int,
+        drafts: tuple[int, ...],
+        sampled: Sequence[SampledToken | None],
+        done: "_Committed",
+    ) -> None:
+        """Append and report those samples that the request would have got without drafts. The KV of wrong drafts stays
+        where it is: later tokens are written over it before anything reads it.
+        """
+        request.num_awaited_tokens -= 1
+        request.num_in_flight_drafts -= len(drafts)
+        if request.state is not RequestState.RUNNING:
+            return
+        size, first = self._config.block_size, request.num_output_tokens
+        rule = request.end_rule or end_rule(request, self._config)
+        settled = settle(drafts, sampled, num_tokens=request.num_tokens, rule=rule, guide=request.guide)
+        request.token_ids.extend([token.token_id for token in settled.tokens])
+        request.num_computed_tokens = end = start + settled.num_computed
+        if start // size != end // size:
+            self._commit_blocks(request, start // size)
+        request.finish_reason = settled.finish_reason
+        last = len(settled.tokens) - 1
+        for i, token in enumerate(settled.tokens):
+            self._collector.token(request, first + i, token, settled.finish_reason if i == last else None)
+        is_over = settled.is_unusable or settled.finish_reason is not None
+        if self._speculation is not None:
+            self._speculation.settled(request, settled.num_computed - 1, is_over=is_over)
+        done.num_caught_up += settled.num_computed - len(settled.tokens)
+        done.num_accepted += settled.num_computed - 1
+        if is_over:
+            (done.failed if settled.is_unusable else done.leaving).append(request)
 
     def _commit_blocks(self, request: Request, first_block: int) -> None:
         """Publish the request's full blocks from `first_block` on: cached and, for a hand-off, ready to send."""
@@ -311,6 +372,8 @@ class Scheduler:
         """Record how long the last committed batch took; this bounds chunks beside decodes and prices offloading."""
         self._pace.observe(timings, beside_decodes=self._had_decodes)
         self._rates.observe(timings)
+        if self._speculation is not None:
+            self._speculation.observe(timings)
         if self.offloading is not None:
             self.offloading.set_prefill_rate(self._rates.prefill_tokens_per_s)
         if self.tiers is not None:

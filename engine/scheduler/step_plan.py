@@ -1,5 +1,7 @@
 """Builds a batch: the remaining budgets, the requests that have a share, and the blocks to move first."""
 
+from collections.abc import Sequence
+
 from engine.scheduler.chunk_size import has_decodes
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
 from engine.types.request import Batch, BatchItem, Request
@@ -27,6 +29,11 @@ class StepPlan:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def items(self) -> Sequence[BatchItem]:
+        """The shares so far."""
+        return self._items
 
     @property
     def has_decodes(self) -> bool:
@@ -58,6 +65,11 @@ class StepPlan:
         self.chunk_left -= num_tokens
         self.tokens_left -= num_tokens
         self.rows_left -= 1
+
+    def add_drafts(self, place: int, drafts: tuple[int, ...]) -> None:
+        """Let the share at this place verify drafts too. Shares with drafts are not dropped again."""
+        self._items[place] = self._items[place]._replace(drafts=drafts)
+        self.tokens_left -= len(drafts)
 
     def move(self, request: Request, *, loads: list[BlockLoad], copies: list[BlockCopy]) -> None:
         """Fill some of a newcomer's blocks before the step computes."""

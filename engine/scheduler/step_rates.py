@@ -45,15 +45,20 @@ class RateMeter:
 
     def observe(self, timings: StepTimings) -> None:
         """Update the rates from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
-        if timings.num_tokens == timings.num_requests:
+        if timings.is_decode:
             if timings.step_s <= 0.0:
                 return
+            # Time between two tokens of a sequence: a step may bring some of them several.
+            token_s = timings.step_s * timings.num_requests / (timings.num_requests + timings.num_accepted_tokens)
             if len(self._decode_steps_s) < NUM_FIRST:
-                self._decode_steps_s.append(timings.step_s)
+                self._decode_steps_s.append(token_s)
                 self.decode_step_s = median_low(self._decode_steps_s)
             else:
-                self.decode_step_s = _blend(self.decode_step_s, timings.step_s)
-        elif timings.num_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
+                self.decode_step_s = _blend(self.decode_step_s, token_s)
+        elif (
+            timings.num_tokens - timings.num_draft_tokens - timings.num_requests >= MIN_PREFILL_TOKENS
+            and timings.execute_s > 0.0
+        ):
             rate = timings.num_tokens / timings.execute_s
             if len(self._prefill_rates) < NUM_FIRST:
                 self._prefill_rates.append(rate)

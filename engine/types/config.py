@@ -7,6 +7,11 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
 EVICTION_POLICIES = ("lru", "lfu", "prefix")
 """Names of the policies in `engine.kv_cache.eviction.POLICIES`."""
+DRAFT_SOURCES = ("grammar", "lookup", "suffix")
+"""Sources of drafts, in the order in which they are asked if all are used: names in
+`engine.speculation.sources.SOURCES`."""
+_MAX_DRAFTED_SEQUENCES = 16
+_MOST_DRAFT_TOKENS = 64
 _AT_LEAST_ONE = (
     "num_blocks",
     "block_size",
@@ -72,3 +77,35 @@ class SchedulerConfig:
     def max_sequence_tokens(self) -> int:
         """Tokens that one sequence can ever reach: the model's context, or the whole pool where that is smaller."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Drafts of one engine: tokens that a step verifies beside the one it would compute anyway. See
+    `engine.speculation.proposer`. Raises ConfigError for a bound that cannot work.
+    """
+
+    sources: tuple[str, ...]
+    """Sources of drafts, by priority: some of `DRAFT_SOURCES`; empty: no speculation."""
+    max_draft_tokens: int
+    """Most drafts of one sequence in one step."""
+    adaptive: bool
+    """Verify only as many as pays by measured times; False: whatever is proposed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_draft_tokens <= _MOST_DRAFT_TOKENS:
+            raise ConfigError(
+                f"engine.speculation.max_draft_tokens must be in [1, {_MOST_DRAFT_TOKENS}], not {self.max_draft_tokens}"
+            )
+        unknown = [name for name in self.sources if name not in DRAFT_SOURCES]
+        if unknown:
+            raise ConfigError(
+                f"engine.speculation.sources must be some of {', '.join(DRAFT_SOURCES)}, not {unknown[0]!r}"
+            )
+
+    @property
+    def max_draft_rows(self) -> int:
+        """Most drafts of one step, over all sequences: as many as a few sequences can have. With more sequences than
+        that, verifying costs about as much as computing, so room for all of their drafts would be wasted memory.
+        """
+        return _MAX_DRAFTED_SEQUENCES * self.max_draft_tokens if self.sources else 0

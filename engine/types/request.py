@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
@@ -142,6 +143,8 @@ class Request:
     """Tokens after these that launched steps compute; see `engine.scheduler.lookahead`."""
     num_awaited_tokens: int = 0
     """Tokens after the known ones that launched steps sample: their ids are not known yet."""
+    num_in_flight_drafts: int = 0
+    """Drafts that a launched step verifies: how many of them become tokens is not known yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for this request because their KV was already here."""
     num_host_tokens: int = 0
@@ -194,7 +197,7 @@ class Request:
 
 
 class BatchItem(NamedTuple):
-    """One request's share of a step: the next `num_tokens` tokens after `start`.
+    """One request's share of a step: the next `num_tokens` tokens after `start`, then its drafts.
 
     A tuple, as `TokenEvent` is: every step makes one per request, and a frozen dataclass costs five times as much.
     """
@@ -204,6 +207,13 @@ class BatchItem(NamedTuple):
     num_tokens: int
     samples: bool
     """True when the step reaches the last known token, so that a new one is sampled."""
+    drafts: tuple[int, ...] = ()
+    """Tokens expected after the last known one, of an item with one token that samples. Each is computed as if it were
+    known and sampled after, so that the item has `1 + len(drafts)` samples, of which some are kept
+    (`engine.scheduler.settling`)."""
+
+
+_DRAFTS = attrgetter("drafts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,11 +229,21 @@ class Batch:
     copies: tuple[BlockCopy, ...] = ()
     saves_free_blocks: bool = False
     """True when some offloaded blocks are already free: nothing outside the step may take them until it is done."""
+    num_draft_tokens: int = field(init=False)
+    """Rows that verify drafts. Counted once: most batches have none, and several loops over them ask."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_draft_tokens", sum(map(len, filter(None, map(_DRAFTS, self.items)))))
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step's hidden states."""
-        return sum([item.num_tokens for item in self.items])
+        return sum([item.num_tokens for item in self.items]) + self.num_draft_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples; only items that sample have drafts."""
+        return sum([item.samples for item in self.items]) + self.num_draft_tokens
 
 
 class TokenEvent(NamedTuple):

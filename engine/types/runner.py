@@ -14,7 +14,8 @@ class LaunchedStep(Protocol):
         ...
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """Wait for the step: one token per item that samples, in the batch's order.
+        """Wait for the step: the tokens of each item that samples, in the batch's order. An item has one, and one more
+        for each of its drafts: the token after it, if the draft is right.
 
         A token is None where the logits held NaN or infinity, or nothing finite. An exception ends the engine: after a
         failed step the contents of its blocks are unknown.

@@ -1,7 +1,10 @@
 """Inputs of one step as flat arrays: one row per token. Numpy only.
 
 Rows are ordered for the attention backends: first the sequences with a single row (decoding, mostly), longest
-first, then those with several (prefill chunks).
+first, then those with several (prefill chunks). A request whose drafts are verified is several sequences here, each of
+one row, with the same block table and one token more: a layer's keys are all in the cache before any row attends. So
+backends and recorded steps compute drafts as they compute decodes, in the same kernels and with the same results. The
+rows of such a request follow each other in the order of their positions.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +35,9 @@ class StepInputs:
     counts: IntArray  # [num_seqs], rows of the sequence
     num_single: int
     """Sequences with one row; they come first, longest first."""
-    sample_rows: IntArray  # last row of each sampling item, in the batch's order
+    sample_rows: (
+        IntArray  # row of each sample, in the batch's order: an item's last row, or with drafts all of its rows
+    )
     block_size: int
     offloads: IntArray = field(default_factory=no_moves)  # [num_offloads, 2], block and place in the host tier
     loads: IntArray = field(default_factory=no_moves)  # [num_loads, 2], place and block

@@ -99,7 +99,7 @@ class Load(NamedTuple):
 
 
 class StepTimings(NamedTuple):
-    """Time that one step spent in each phase, and the number of tokens it computed."""
+    """Time that one step spent in each phase, and the number of tokens it computed, drafts included."""
 
     schedule_s: float
     execute_s: float
@@ -108,6 +108,15 @@ class StepTimings(NamedTuple):
     num_requests: int
     is_overlapped: bool = False
     """Scheduling and committing were done while the device computed."""
+    num_draft_tokens: int = 0
+    """Drafts among the tokens."""
+    num_accepted_tokens: int = 0
+    """Drafts that were right, and have become tokens of their requests."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request computed one token, drafts aside."""
+        return self.num_tokens - self.num_draft_tokens == self.num_requests
 
     @property
     def step_s(self) -> float:
@@ -128,3 +137,5 @@ class StepOutput(NamedTuple):
     """None when nothing was executed, for example after an abort of the last request."""
     lost_pins: tuple[PinKey, ...] = ()
     """Pinned prefixes that were given up."""
+    num_accepted_tokens: int = 0
+    """Drafts of the step that were right."""

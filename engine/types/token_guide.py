@@ -42,6 +42,12 @@ class TokenGuide(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by one token. False when it may not come next, or the grammar is too costly to follow."""
 
+    def fork(self) -> "TokenGuide":
+        """A guide that goes on from here by itself: whatever it follows, this one is as if it had never been made."""
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Tokens that are likely to come next because the grammar leaves no choice, at most `most`; changes nothing."""
+
 
 class Guides(Protocol):
     """Makes guides; may be called from any thread."""
@@ -68,6 +74,15 @@ def unusable(guide: TokenGuide | None) -> ServingError:
 def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
     """Make a guide accept the tokens of `output` that it has not seen; False when it refuses one."""
     return all(guide.accept(token_id) for token_id in output[guide.num_tokens :])
+
+
+def num_acceptable(guide: TokenGuide, drafts: Sequence[int]) -> int:
+    """How many of `drafts` may come next one after the other, none of them ending the answer."""
+    ahead = guide.fork()
+    for count, token_id in enumerate(drafts):
+        if not ahead.accept(token_id) or ahead.is_over:
+            return count
+    return len(drafts)
 
 
 def num_words(vocab_size: int) -> int:

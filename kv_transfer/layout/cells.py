@@ -109,10 +109,9 @@ class RegionGeometry:
         blocks = at.blocks[first_block : -(-end // units_per_block)]
         if min(blocks) < 0 or max(blocks) >= at.pool_blocks:
             raise TransferError("blocks outside the KV region")
-        runs: list[Run] = []
         if heads.fill_block:
-            extend(runs, _adjacent(blocks, size))
-            return tuple(runs)
+            return tuple(_adjacent(blocks, size))
+        runs: list[Run] = []
         for unit in range(first - first_block * units_per_block, end - first_block * units_per_block):
             extend(runs, unit_runs[unit % units_per_block], blocks[unit // units_per_block] * size)
         return tuple(runs)

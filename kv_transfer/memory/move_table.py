@@ -11,8 +11,8 @@ from kv_transfer.layout.runs import RunPair, RunPairs, Runs, pair_runs
 
 ALIGNMENTS = (16, 4)
 """Bytes of which every offset and length must be a multiple, best first: the kernel has a variant for each."""
-HEADER, ROW, PLANE = 4, 5, 2
-"""Numbers at the table's beginning, of one run and of one plane."""
+HEADER, ROW, PLANE = 4, 4, 2
+"""Numbers at the table's beginning, where the kernel leaves the sum, of one run and of one plane."""
 _MAX_BYTES = 1 << 31
 
 Numbers = npt.NDArray[np.int64]
@@ -26,8 +26,8 @@ class MoveTable:
     planes: Numbers
     """Two for each plane, layer by layer: where it begins in the source and in the target."""
     rows: list[int]
-    """Five for each run of a layer: the number of its plane in the layer, its offsets in the source's and in the
-    target's plane and among the layer's bytes on the wire, and its length."""
+    """Four for each run of a layer: its offsets in the source's and in the target's plane; its offset among the layer's
+    bytes on the wire, shifted by 32, plus its length; the number of its plane in the layer."""
     num_layers: int
     layer_bytes: int
     """Bytes of a layer on the wire."""
@@ -81,7 +81,7 @@ class MoveTable:
         wire = 0
         for plane, pairs in enumerate(layer):
             for source, target, length in pairs:
-                rows += (plane, source, target, wire, length)
+                rows += (source, target, wire << 32 | length, plane)
                 bits |= source | target | length
                 wire += length
                 lengths.append(length)
@@ -101,15 +101,18 @@ class MoveTable:
         return len(self.rows) // ROW
 
     @property
+    def planes_per_layer(self) -> int:
+        return self.planes.size // (PLANE * self.num_layers)
+
+    @property
     def num_numbers(self) -> int:
         """Numbers that `write` writes."""
         return HEADER + len(self.rows) + self.planes.size
 
     def write(self, numbers: Numbers) -> None:
-        """Write the table as the kernel reads it: a header that begins with a zero to count in, rows, planes."""
+        """Write rows and planes where the kernel reads them, behind the header."""
         rows_end = HEADER + len(self.rows)
-        planes_per_layer = self.planes.size // (PLANE * self.num_layers)
-        numbers[:rows_end] = [0, planes_per_layer, self.layer_bytes, 0, *self.rows]
+        numbers[HEADER:rows_end] = self.rows
         numbers[rows_end : rows_end + self.planes.size] = self.planes
 
 

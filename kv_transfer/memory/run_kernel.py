@@ -1,7 +1,8 @@
 """Copies and sums runs of a pool in one launch of one Triton kernel, whatever the runs are.
 
-The runs go to the device as a table of numbers (`move_table`), in one small copy; the last program to finish writes the
-sum into pinned memory. So the host issues two operations per chunk, and waits once, for the end of both.
+The kernel reads what it shall do from a table of numbers in pinned memory (`move_table`), and its last program writes
+the sum there. So the host issues one operation per chunk, and waits once. Copying the table first would cost it a
+second one, and the device some microseconds from the end of the copy to the kernel's beginning.
 
 This module needs triton. `torch_pool` imports it where the pool is on a GPU, and does the same with plain torch where
 triton is missing.
@@ -9,6 +10,7 @@ triton is missing.
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,30 +26,31 @@ BLOCK_WORDS = 4096
 """Words that a program moves at once, 32 in each of its threads."""
 _MAX_PROGRAMS = 1024
 """Number of programs beyond which runs are not split further: several for each multiprocessor of a large GPU."""
-_NUM_TABLES, _TABLE_NUMBERS = 8, 2048
+_NUM_TABLES, _TABLE_NUMBERS = 32, 4096
+"""Made in advance, because pinned memory may have to wait for the device: enough for 8 streams with 4 launches each."""
 _HEADER, _ROW, _PLANE = tl.constexpr(HEADER), tl.constexpr(ROW), tl.constexpr(PLANE)
 _WEIGHT_STEP = tl.constexpr(0x9E3779B2 - (1 << 32))
 """See `sum32` in torch_pool."""
 
 
-@triton.jit
-def move_runs_kernel(source_ptr, target_ptr, table_ptr, out_ptr, COPIES: tl.constexpr, ALIGNMENT: tl.constexpr,
-                     BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["planes_per_layer", "layer_bytes"])
+def move_runs_kernel(source_ptr, target_ptr, table_ptr, count_ptr, planes_per_layer, layer_bytes,
+                     COPIES: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Sum one part of one run of one layer and, if COPIES, copy it. The grid is (rows, parts of each, layers).
 
-    source, target: bytes, at multiples of 16. table: int64, as `MoveTable.write` writes it. out: int64 [1], whose low
-    32 bits become the sum32 of all runs.
+    source, target: bytes, at multiples of 16. table: int64, as `MoveTable.write` writes it; the low 32 bits of its
+    first number become the sum32 of all runs. count: int64 [1], zero before and after.
     """
     row, part, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_rows, num_parts = tl.num_programs(0), tl.num_programs(1)
-    planes_per_layer, layer_bytes = tl.load(table_ptr + 1), tl.load(table_ptr + 2)
     run = table_ptr + _HEADER + row * _ROW
-    plane = table_ptr + _HEADER + num_rows * _ROW + (layer * planes_per_layer + tl.load(run)) * _PLANE
+    span = tl.load(run + 2)
+    plane = table_ptr + _HEADER + num_rows * _ROW + (layer * planes_per_layer + tl.load(run + 3)) * _PLANE
     # Multiplied last, so that the compiler knows the alignment and moves 16 bytes at a time.
-    here = (tl.load(plane) + tl.load(run + 1)) // ALIGNMENT * (ALIGNMENT // 4)
-    there = (tl.load(plane + 1) + tl.load(run + 2)) // ALIGNMENT * (ALIGNMENT // 4)
-    size = (tl.load(run + 4) // ALIGNMENT * (ALIGNMENT // 4)).to(tl.int32)
-    first = ((layer * layer_bytes + tl.load(run + 3)) // 4).to(tl.int32)
+    here = (tl.load(plane) + tl.load(run)) // ALIGNMENT * (ALIGNMENT // 4)
+    there = (tl.load(plane + 1) + tl.load(run + 1)) // ALIGNMENT * (ALIGNMENT // 4)
+    size = ((span & 0xFFFFFFFF) // ALIGNMENT * (ALIGNMENT // 4)).to(tl.int32)
+    first = ((layer.to(tl.int64) * layer_bytes + (span >> 32)) // 4).to(tl.int32)
     source = source_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + here
     target = target_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + there
     sums = tl.zeros([BLOCK], tl.int32)
@@ -60,54 +63,57 @@ def move_runs_kernel(source_ptr, target_ptr, table_ptr, out_ptr, COPIES: tl.cons
         sums += words * ((first + at) * _WEIGHT_STEP + 1)
     total = tl.sum(sums, 0).to(tl.int64)
     # The low half counts the programs that have finished; the high half is the sum of theirs, and wraps at its top.
-    before = tl.atomic_add(table_ptr, (total << 32) + 1, sem="relaxed")
+    before = tl.atomic_add(count_ptr, (total << 32) + 1, sem="relaxed")
     is_last = (before & 0xFFFFFFFF) == num_rows * num_parts * tl.num_programs(2) - 1
-    tl.store(out_ptr, (before >> 32) + total, mask=is_last)
+    tl.store(table_ptr, (before >> 32) + total, mask=is_last)
+    tl.store(count_ptr, 0, mask=is_last)
 
 
 class RunKernel:
-    """Launches the kernel on one device, on the current stream. Used from any thread."""
+    """Launches the kernel on one device. Used from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         """Compiles and loads the kernel's variants, so that no later call does."""
         self._device = device
         self._compiled: dict[tuple[bool, int], Any] = {}
-        self._tables = deque(_Table(device, _TABLE_NUMBERS) for _ in range(_NUM_TABLES))
-        some = torch.empty(16, dtype=torch.uint8, device=device)
-        none: dict[str, Any] = {
-            "planes": np.zeros(PLANE, np.int64),
-            "rows": [0] * ROW,
-            "num_layers": 1,
-            "layer_bytes": 0,
-        }
-        totals = [
-            self.launch(MoveTable(**none, longest=0, alignment=alignment), some, target)
-            for alignment in ALIGNMENTS
-            for target in (None, some)
-        ]
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        self._tables: deque[_Table] = deque()
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tables.extend(_Table(device, _TABLE_NUMBERS, stream) for _ in range(_NUM_TABLES))
+        none: dict[str, Any] = {"planes": np.zeros(PLANE, np.int64), "rows": [0] * ROW, "num_layers": 1}
+        with _current(stream):
+            some = torch.empty(16, dtype=torch.uint8, device=device)
+            totals = [
+                self.launch(MoveTable(**none, layer_bytes=0, longest=0, alignment=alignment), some, target, stream)
+                for alignment in ALIGNMENTS
+                for target in (None, some)
+            ]
+            if stream is not None:
+                stream.synchronize()
         for total in totals:
             total()
 
-    def launch(self, moves: MoveTable, source: Tensor, target: Tensor | None) -> Callable[[], int]:
+    def launch(self, moves: MoveTable, source: Tensor, target: Tensor | None, stream: Any) -> Callable[[], int]:
         """Copy and sum `moves`, or sum only where `target` is None.
 
-        source, target: uint8, on this device, contiguous and at addresses that are multiples of 16. Returns a function
-        that, called once after the stream was synchronised, returns the `sum32` of the bytes read.
+        source, target: uint8, on this device, contiguous and at addresses that are multiples of 16. stream: of this
+        device; None for what has none. Returns a function that, called once after the stream was synchronised, returns
+        the `sum32` of the bytes read.
         """
-        table = self._table(moves.num_numbers)
+        table = self._table(moves.num_numbers, stream)
         moves.write(table.numbers)
-        table.on_device.copy_(table.pinned, non_blocking=True)
         runs = moves.num_rows * moves.num_layers
         num_parts = max(1, min(-(-moves.longest // (4 * BLOCK_WORDS)), _MAX_PROGRAMS // runs))
+        grid = (moves.num_rows, num_parts, moves.num_layers)
         variant = (target is not None, moves.alignment)
-        # A compiled kernel takes the same arguments, and half of the time to launch.
-        compiled = (self._compiled.get(variant) or move_runs_kernel)[moves.num_rows, num_parts, moves.num_layers](
-            source, source if target is None else target, table.on_device, table.pinned, *variant, BLOCK_WORDS
-        )
-        if compiled is not None:
+        ends = (source, source if target is None else target)
+        shape = (moves.planes_per_layer, moves.layer_bytes)
+        compiled = self._compiled.get(variant)
+        if compiled is None:
+            compiled = move_runs_kernel[grid](*ends, table.pinned, table.count, *shape, *variant, BLOCK_WORDS)
             self._compiled[variant] = compiled
+        else:
+            # To find the compiled kernel anew would be half of the work of a launch.
+            compiled[grid](*ends, table.pinned, table.count, *shape, *variant, BLOCK_WORDS, stream=stream.cuda_stream)
 
         def total() -> int:
             found = int(table.numbers[0]) & SUM_MASK
@@ -116,20 +122,25 @@ class RunKernel:
 
         return total
 
-    def _table(self, size: int) -> "_Table":
+    def _table(self, size: int, stream: Any) -> "_Table":
         try:
             table = self._tables.pop()
         except IndexError:
             table = None
         if table is not None and table.numbers.size >= size:
             return table
-        return _Table(self._device, max(_TABLE_NUMBERS, 1 << (size - 1).bit_length()))
+        return _Table(self._device, max(_TABLE_NUMBERS, 1 << (size - 1).bit_length()), stream)
 
 
 class _Table:
-    """Memory of one launch's table, there and here, where the launch also leaves its sum."""
+    """Memory of one launch."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
+    def __init__(self, device: torch.device, size: int, stream: Any) -> None:
         self.pinned = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.numbers: Numbers = self.pinned.numpy()
-        self.on_device = torch.empty(size, dtype=torch.int64, device=device)
+        with _current(stream):  # on which the kernel follows
+            self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _current(stream: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

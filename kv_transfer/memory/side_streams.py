@@ -58,11 +58,11 @@ class StreamLane:
         self,
         streams: SideStreams | None,
         *,
-        start: Callable[[Runs, Runs], Callable[[], int] | None],
+        start: Callable[[Runs, Runs, Any], Callable[[], int] | None],
         send: Callable[[Runs, Runs], int],
     ) -> None:
-        """`start` issues a send on the current stream, and returns what returns its sum afterwards, or None when it has
-        issued nothing: then `send` sends, and waits, as it does without `streams`.
+        """`start` issues a send on a stream, and returns what returns its sum afterwards, or None when it has issued
+        nothing: then `send` sends, and waits, as it does without `streams`.
         """
         self._streams = streams
         self._start = start
@@ -80,8 +80,7 @@ class StreamLane:
         stream, total = self._stream, None
         self._num_under_way += 1
         try:
-            with streams.current(stream):
-                total = self._start(reads, writes)
+            total = self._start(reads, writes, stream)
         finally:
             if total is None:
                 self._leave(streams)

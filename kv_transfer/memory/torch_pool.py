@@ -72,8 +72,7 @@ class TorchPool:
         self._kernel: Any = None
         """A RunKernel, or None where plain torch does its work."""
         if self._on_cuda:
-            with self.working():
-                self._kernel = _kernel_on(self._memory.device)
+            self._kernel = _kernel_on(self._memory.device)
 
     @property
     def memory(self) -> Any:
@@ -94,109 +93,123 @@ class TorchPool:
 
     def gather(self, runs: Runs, payload: Bytes) -> None:
         _check_size(runs, payload.nbytes)
-        with self.working():
+        with self.working() as stream:
             packed = self._blank(runs.num_bytes)
-            moved = self._start(runs, self._memory, None, packed)
-            if moved is None:
+            total = self._start(runs, self._memory, None, packed, stream)
+            if total is None:
                 self.pack(runs, packed)
             self._torch.from_numpy(payload).copy_(packed, non_blocking=True)
-        if moved is not None:
-            moved()
+        if total is not None:
+            total()
 
     def scatter(self, runs: Runs, payload: Bytes) -> None:
         _check_size(runs, payload.nbytes)
-        with self.working():
+        with self.working() as stream:
             packed = self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True)
-            moved = self._start(None, packed, runs, self._memory)
-            if moved is None:
+            total = self._start(None, packed, runs, self._memory, stream)
+            if total is None:
                 self.unpack(runs, packed)
-        if moved is not None:
-            moved()
+        if total is not None:
+            total()
 
     def copy(self, copies: RunPairs) -> None:
-        if not copies.planes:
+        if not copies.planes or self._finished(MoveTable.of_copies(copies), self._memory, self._memory) is not None:
             return
         with self.working():
-            moved = self._launch(MoveTable.of_copies(copies), self._memory, self._memory)
-            if moved is None:
-                for source, target, index in copies.planes:
-                    for begin, end, length in copies.plane_pairs[index]:
-                        run = self._planes[source, begin : begin + length]
-                        self._planes[target, end : end + length].copy_(run)
-        if moved is not None:
-            moved()
+            for source, target, index in copies.planes:
+                for begin, end, length in copies.plane_pairs[index]:
+                    run = self._planes[source, begin : begin + length]
+                    self._planes[target, end : end + length].copy_(run)
 
     def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
         """See DevicePool; all of it runs on one of this pool's streams."""
         _check_size(writes, reads.num_bytes)
+        total = self._moved(reads, self._memory, writes, target.memory)
+        if total is not None:
+            return total
         with self.working():
-            moved = self._start(reads, self._memory, writes, target.memory)
-            if moved is None:
-                packed = self.pack(reads)
-                total = self.sum_of(packed)
-                target.unpack(writes, packed)
-                return self._number(total)
-        return moved()
+            packed = self.pack(reads)
+            number = self.sum_of(packed)
+            target.unpack(writes, packed)
+            return self._number(number)
 
     def lane_to(self, target: "TorchPool") -> StreamLane:
         return StreamLane(
             None if self._kernel is None else self._streams,
-            start=lambda reads, writes: self._start_send(reads, target, writes),
+            start=lambda reads, writes, stream: self._start(reads, self._memory, writes, target.memory, stream),
             send=lambda reads, writes: self.send(reads, target, writes),
         )
-
-    def _start_send(self, reads: Runs, target: "TorchPool", writes: Runs) -> Callable[[], int] | None:
-        """Have the kernel do on the current stream what `send` does. None when it cannot; raises TransferError."""
-        try:
-            return self._start(reads, self._memory, writes, target.memory)
-        except self._torch.OutOfMemoryError:
-            raise TransferError(_NO_MEMORY) from None
 
     def blank(self, num_bytes: int) -> Any:
         with self._on_stream(waits=False):
             return self._blank(num_bytes)
 
     def pack_summed(self, runs: Runs) -> tuple[Any, int]:
-        with self.working():
+        with self.working() as stream:
             packed = self._blank(runs.num_bytes)
-            moved = self._start(runs, self._memory, None, packed)
-            if moved is None:
+            total = self._start(runs, self._memory, None, packed, stream)
+            if total is None:
                 return packed, self._number(self.sum_of(self.pack(runs, packed)))
-        return packed, moved()
+        return packed, total()
 
     def unpack_summed(self, runs: Runs, packed: Any) -> int:
+        total = self._moved(None, packed, runs, self._memory)
+        if total is not None:
+            return total
         with self.working():
-            _check_size(runs, packed.numel())
-            moved = self._start(None, packed, runs, self._memory)
-            if moved is None:
-                total = self.sum_of(packed)
-                self.unpack(runs, packed)
-                return self._number(total)
-        return moved()
+            number = self.sum_of(packed)
+            self.unpack(runs, packed)
+            return self._number(number)
 
     def checksum(self, runs: Runs) -> int:
+        total = self._moved(runs, self._memory, None, None)
+        if total is not None:
+            return total
         with self.working():
-            moved = self._start(runs, self._memory, None, None)
-            if moved is None:
-                return self._number(self.sum_of(self.pack(runs)))
-        return moved()
+            return self._number(self.sum_of(self.pack(runs)))
 
-    def _start(self, reads: Runs | None, source: Any, writes: Runs | None, target: Any) -> Callable[[], int] | None:
-        """Have the kernel copy and sum; None when it cannot. Within `working`.
-
-        Without `reads` or `writes`, bytes are in the order of the wire there; without `target`, they are only summed.
-        """
+    def _moved(self, reads: Runs | None, source: Any, writes: Runs | None, target: Any) -> int | None:
+        """Like `_start`, on a stream of this pool, and wait for it; returns the sum."""
         if self._kernel is None:
             return None
-        return self._launch(MoveTable.between(reads, writes), source, target)
+        if reads is None and writes is not None:
+            _check_size(writes, source.numel())
+        return self._finished(MoveTable.between(reads, writes), source, target)
 
-    def _launch(self, moves: MoveTable | None, source: Any, target: Any) -> Callable[[], int] | None:
+    def _finished(self, moves: MoveTable | None, source: Any, target: Any) -> int | None:
+        if self._kernel is None:
+            return None
+        stream = None if self._streams is None else self._streams.acquire()
+        try:
+            total = self._launch(moves, source, target, stream)
+            if stream is not None:
+                stream.synchronize()
+            return None if total is None else total()
+        finally:
+            if self._streams is not None:
+                self._streams.release(stream)
+
+    def _start(
+        self, reads: Runs | None, source: Any, writes: Runs | None, target: Any, stream: Any
+    ) -> Callable[[], int] | None:
+        """Have the kernel copy and sum on a stream; None when it cannot. What is returned is called once it is done,
+        and returns the sum.
+
+        Without `reads` or `writes`, bytes are in the order of the wire there; without `target`, they are only summed.
+        Raises TransferError when the device has no memory left.
+        """
+        return None if self._kernel is None else self._launch(MoveTable.between(reads, writes), source, target, stream)
+
+    def _launch(self, moves: MoveTable | None, source: Any, target: Any, stream: Any) -> Callable[[], int] | None:
         if moves is None or self._kernel is None:
             return None
         for end in (source, target):
             if end is not None and (end.data_ptr() % ALIGNMENTS[0] or end.device != self._memory.device):
                 return None
-        launched: Callable[[], int] = self._kernel.launch(moves, source, target)
+        try:
+            launched: Callable[[], int] = self._kernel.launch(moves, source, target, stream)
+        except self._torch.OutOfMemoryError:
+            raise TransferError(_NO_MEMORY) from None
         return launched
 
     def _blank(self, num_bytes: int) -> Any:
@@ -215,7 +228,8 @@ class TorchPool:
         return packed
 
     def unpack(self, runs: Runs, packed: Any) -> None:
-        """Copy `packed` into the bytes that `runs` name. Within `working`."""
+        """Copy `packed` into the bytes that `runs` name. Within `working`. Raises TransferError when sizes disagree."""
+        _check_size(runs, packed.numel())
         layers = packed.view(runs.num_layers, -1)
         for (planes, columns), part in rows_of(runs):
             self._planes[planes, columns] = layers[:, part]
@@ -236,25 +250,25 @@ class TorchPool:
         """The value of a `sum_of` tensor. Within `working`, so that no other stream is waited for."""
         return int(total.item()) & _MASK
 
-    def working(self) -> AbstractContextManager[None]:
+    def working(self) -> AbstractContextManager[Any]:
         """Context of work on the device that waits for no other work, and is done at exit. Threads may run it
-        concurrently.
+        concurrently. Yields the stream, which is the current one, or None where there are no streams.
 
         Raises TransferError when the device has no memory left.
         """
         return self._on_stream(waits=True)
 
     @contextmanager
-    def _on_stream(self, *, waits: bool) -> Iterator[None]:
-        """Context on a stream of this pool, if it has any; `waits`: for the stream, at the end."""
+    def _on_stream(self, *, waits: bool) -> Iterator[Any]:
+        """Like `working`; `waits`: for the stream, at exit."""
         try:
             if self._streams is None:
-                yield
+                yield None
                 return
             stream = self._streams.acquire()
             try:
                 with self._streams.current(stream):
-                    yield
+                    yield stream
             finally:
                 # Even after an error: memory that is still being read must not be freed.
                 if waits:

@@ -305,7 +305,14 @@ def _work_from_pb(work: pb.WorkReport) -> EngineWorkReport:
 
 
 def _steps_from_pb(totals: pb.StepTotals) -> EngineStepTotals:
-    return EngineStepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
+    return EngineStepTotals(
+        steps=totals.steps,
+        seconds=totals.seconds,
+        tokens=totals.tokens,
+        requests=totals.requests,
+        draft_tokens=totals.draft_tokens,
+        accepted_tokens=totals.accepted_tokens,
+    )
 
 
 def _redis_publishing_from_pb(report: pb.RedisPublisherReport) -> RedisPublishingReport:

@@ -14,14 +14,23 @@ _WORKER = ("worker", "role")
 _STEPS: Mapping[str, tuple[str, str]] = {
     "steps": (
         "tandem_worker_steps",
-        "Engine steps by kind: `prefill` steps compute prompt tokens, `decode` steps one token per request",
+        "Engine steps by kind: `prefill` steps compute prompt tokens, `decode` steps one token per request, and drafts",
     ),
     "seconds": ("tandem_worker_step_seconds", "Time spent in engine steps; its rate is the engine's utilization"),
-    "tokens": ("tandem_worker_step_tokens", "Tokens computed in engine steps"),
+    "tokens": ("tandem_worker_step_tokens", "Tokens computed in engine steps, drafts included"),
     "requests": (
         "tandem_worker_step_requests",
         "Requests in engine steps, summed over steps; divided by steps, the mean batch size",
     ),
+    "draft_tokens": ("tandem_worker_step_draft_tokens", "Draft tokens verified in engine steps"),
+    "accepted_tokens": (
+        "tandem_worker_step_accepted_tokens",
+        "Draft tokens that were right; divided by draft tokens, the acceptance rate",
+    ),
+}
+_SPECULATION: Mapping[str, tuple[str, str]] = {
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right"),
 }
 _SIZES = dict(enumerate(map(floatToGoString, STEP_SIZES)))
 _MEMORY: Mapping[str, str] = {"resident_bytes": "resident", "weights_bytes": "weights", "kv_bytes": "kv_pool"}
@@ -72,7 +81,14 @@ class WorkMetrics(Collector):
                 memory.add_metric((*labels, kind), getattr(work, field))
             flops.add_metric(labels, work.flops_per_token)
             preempted.add_metric((self._model, labels[0]), work.preemptions)
-        yield from (memory, flops, preempted, self._sizes(), self._config())
+        yield from (memory, flops, preempted, *self._speculation(), self._sizes(), self._config())
+
+    def _speculation(self) -> Iterable[Metric]:
+        for field, (name, text) in _SPECULATION.items():
+            drafts = CounterMetricFamily(name, text, labels=("model_name", "engine"))
+            for labels, work in self._shown:
+                drafts.add_metric((self._model, labels[0]), getattr(work.prefill, field) + getattr(work.decode, field))
+            yield drafts
 
     def _sizes(self) -> Metric:
         text = "Tokens of each step of a worker's engine"

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 
 from prometheus_client.utils import floatToGoString
 
-_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total")
+_OF_WORKERS = (
+    "tandem_worker",
+    "vllm:num_preemptions",
+    "vllm:iteration_tokens_total",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
 _ADDED_GAUGES = frozenset(
     {
         "vllm:num_requests_waiting",

@@ -22,7 +22,7 @@ import llguidance
 from llguidance import gbnf_to_lark
 
 from router.sandbox.grammar_frames import FOLLOWED, LENGTH, REFUSED
-from tandem.config.source.regular_file import read_regular_text
+from tandem.model_files import read_model_text
 from tandem.values.grammar_bounds import LIMITS, random_walk_error, tokenizer_for_guides
 
 _MAX_FILE_BYTES = 256 << 20
@@ -54,7 +54,7 @@ def main() -> None:
 def _judge() -> None:
     path, vocab_size, ends, memory_bytes = sys.argv[1:5]
     end_ids = [int(token_id) for token_id in ends.split(",") if token_id]
-    text = read_regular_text(Path(path), max_bytes=_MAX_FILE_BYTES)
+    text = read_model_text(Path(path), max_bytes=_MAX_FILE_BYTES)
     tokenizer = _tokenizer(text, int(vocab_size), end_ids)
     _limit_memory(int(memory_bytes))
     source, sink = sys.stdin.buffer, sys.stdout.buffer

@@ -186,6 +186,7 @@ class ChatTemplate:
             **({} if options.thinks and options.effort is None else self._effort(options)),
             "messages": turns,
             "tools": [hidden(tool_object(tool), hide) for tool in tools] if tools else None,
+            "documents": None,  # as transformers passes it: templates may ask whether it is none
             "add_generation_prompt": add_generation_prompt,
             _BUDGET: _Budget(),
         }

@@ -24,8 +24,8 @@ from router.text.conversation import TemplateOptions
 from router.text.detokenizer import Detokenizer, read_pieces
 from router.text.encoded_prefixes import EncodedPrefixes
 from router.text.tools import ToolDefinition
-from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
+from tandem.model_files import has_model_file, read_model_text
 
 MAX_FILE_BYTES = 256 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -65,7 +65,7 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
         """Load from a model directory in Hugging Face layout: tokenizer.json, tokenizer_config.json,
-        chat_template.jinja.
+        chat_template.jinja; or from a GGUF file.
 
         Raises ConfigError that names the file.
         """
@@ -335,13 +335,7 @@ def _check_token_ids(raw: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> str | None:
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    return read_regular_text(path, max_bytes=MAX_FILE_BYTES)
+    return read_model_text(path, max_bytes=MAX_FILE_BYTES) if has_model_file(path) else None
 
 
 def _text(token: Any) -> str | None:

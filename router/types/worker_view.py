@@ -157,6 +157,10 @@ class EngineStepTotals(Struct, frozen=True, kw_only=True):
     tokens: int
     requests: int
     """Requests, summed over steps."""
+    draft_tokens: int = 0
+    """Drafts among the tokens."""
+    accepted_tokens: int = 0
+    """Drafts that were right."""
 
 
 class EngineWorkReport(Struct, frozen=True, kw_only=True):
@@ -165,7 +169,7 @@ class EngineWorkReport(Struct, frozen=True, kw_only=True):
     prefill: EngineStepTotals
     """Steps that computed prompts."""
     decode: EngineStepTotals
-    """Steps that only generated one token for each request."""
+    """Steps that only computed one token for each request, drafts aside."""
     preemptions: int
     resident_bytes: int
     """Host memory of the worker's first process; 0: unknown."""

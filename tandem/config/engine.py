@@ -27,13 +27,26 @@ class PinnedShares(Section):
     """Share of the pool's blocks for the pins of one tenant; beyond it its least recently used pins are evicted."""
 
 
+class SpeculationSection(Section):
+    """Speculative decoding: a step verifies drafts of the next tokens. It changes no answer, only its speed."""
+
+    sources: tuple[Literal["grammar", "lookup", "suffix"], ...] = ()
+    """Where drafts come from, by priority: tokens that a grammar forces, the request's own text, earlier answers of the
+    same tenant. Empty: no speculation."""
+    max_draft_tokens: int = Field(default=8, ge=1, le=64)
+    """Maximum number of drafts of one sequence in one step."""
+    adaptive: bool = True
+    """Verify only as many drafts as pay by measured step times, and none where they would cost time. false: all."""
+
+
 class ModelSection(Section):
     """The model that every worker of the cluster serves."""
 
     path: str = BUILTIN
-    """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
+    """Directory in Hugging Face layout, a `.gguf` file, a hub id, or `builtin` for the small model that ships with
+    Tandem."""
     name: Annotated[str, AfterValidator(checked_name)] | None = None
-    """Name that clients use. null: the last part of the path."""
+    """Name that clients use. null: the last part of the path, without `.gguf`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of computation and KV. `auto`: the checkpoint's own, and float32 for the built-in model."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
@@ -103,5 +116,7 @@ class EngineSection(PinnedShares):
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
     See docs/extend/measurements.md for the loss of accuracy."""
+    speculation: SpeculationSection = SpeculationSection()
+    """Speculative decoding. Steps are not `pipelined` with it."""
     deterministic: bool = False
     """Make results independent of the batch, the chunk size and the step in which a token is computed."""

@@ -124,16 +124,21 @@ class ClusterChannels:
     async def connect(self, address: str, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Open a plain connection to another port of a peer, at host:port, in TLS where channels are.
 
-        Raises OSError, which includes what TLS finds wrong, and ConfigError as `open` does.
+        Raises OSError, which includes what TLS finds wrong, and ConfigError as `open` does, also for no address.
         """
         if self._credentials is None and not self._allows_plaintext:
             self._check_loopback(address)
-        host, port = split(address)
+        try:
+            host, port = split(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         context = None if self._credentials is None else self._credentials.client_context()
         transport, _ = await asyncio.get_running_loop().create_connection(
             make_protocol, host, port, ssl=context, server_hostname=None if context is None else MEMBER_NAME
         )
-        keep_alive(transport.get_extra_info("socket"))
+        if (sock := transport.get_extra_info("socket")) is None:
+            raise ConnectionResetError("the peer is gone")  # so uvloop shows that it has closed the connection
+        keep_alive(sock)
 
     def _check_loopback(self, address: str) -> None:
         host = address.rpartition(":")[0].strip("[]")

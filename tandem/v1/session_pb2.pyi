@@ -429,16 +429,20 @@ class WorkReport(_message.Message):
     def __init__(self, prefill: _Optional[_Union[StepTotals, _Mapping]] = ..., decode: _Optional[_Union[StepTotals, _Mapping]] = ..., preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., flops_per_token: _Optional[int] = ..., step_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTotals(_message.Message):
-    __slots__ = ("steps", "seconds", "tokens", "requests")
+    __slots__ = ("steps", "seconds", "tokens", "requests", "draft_tokens", "accepted_tokens")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     seconds: float
     tokens: int
     requests: int
-    def __init__(self, steps: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_tokens: int
+    def __init__(self, steps: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class RedisPublisherReport(_message.Message):
     __slots__ = ("up", "connects", "entries", "states", "lag_s")

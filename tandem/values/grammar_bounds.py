@@ -43,6 +43,7 @@ class ParserTime:
 
     def __init__(self, vocab_size: int) -> None:
         """`vocab_size`: the budget grows with it, as computing a mask does at worst."""
+        self.vocab_size = vocab_size
         self.token_s = _TOKEN_S + _TOKEN_S_PER_ENTRY * vocab_size
         self._debt_s = 0.0
 

@@ -13,7 +13,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from engine.model.config import ModelArchitecture, load_model_config
+from engine.model.config import load_model_config
+from engine.model.spec import ModelSpec
 from tandem.config.cluster import load
 from tandem_bench.engine import ceilings, figures, options, plot, tables
 from tandem_bench.engine.contestants import (
@@ -83,7 +84,7 @@ class Subject:
     """Model under measurement, and its conditions."""
 
     stage: Stage
-    config: ModelArchitecture
+    config: ModelSpec
     cost: ModelCost
     device: torch.device
     is_judged: bool

@@ -7,8 +7,10 @@ and sampling are left out: they are small, and a limit must never be too low.
 """
 
 from dataclasses import dataclass
+from math import prod
 
-from engine.model.config import ModelArchitecture
+from engine.model.parameters import expected_shapes
+from engine.model.spec import ModelSpec
 from tandem.values.kv_layout import DTYPE_BYTES
 
 
@@ -27,15 +29,15 @@ class ModelCost:
     item_bytes: int
 
     @classmethod
-    def from_config(cls, config: ModelArchitecture, dtype: str) -> "ModelCost":
+    def from_config(cls, config: ModelSpec, dtype: str) -> "ModelCost":
         """The cost of a model computed in `dtype`, KV cache included."""
         hidden, width = config.hidden_size, config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * config.intermediate_size
-        norms = 2 * hidden + (2 * config.head_dim if config.qk_norm else 0)
         head = config.vocab_size * hidden
+        stored = sum(prod(shape) for shape in expected_shapes(config).values())
         return cls(
-            streamed_weights=config.num_layers * (layer + norms) + hidden + head,
+            streamed_weights=stored if config.tie_embeddings else stored - head,
             layer_weights=config.num_layers * layer,
             head_weights=head,
             kv_numbers_per_token=2 * config.num_layers * kv_width,

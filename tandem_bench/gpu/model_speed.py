@@ -93,7 +93,7 @@ def _launched_and_replayed(model: Decoder, batches: tuple[int, ...], length: int
     replaying = launching
     if model.device.type == "cuda":
         replaying = ModelRunner(model, cache)
-        replaying.record_graphs(max_rows=max(batches), max_length=length)
+        replaying.record_graphs(max_rows=max(batches), max_tokens=max(batches), max_length=length)
     for batch in batches:
         # One after the other: each writes the keys and values of its last tokens, which batches after it read.
         inputs = decode_inputs(batch, length, blocks_each)
@@ -119,20 +119,54 @@ def _step(runner: ModelRunner, inputs: StepInputs) -> tuple[float, Tensor]:
     return seconds, logits.clone()
 
 
-def decode_inputs(batch: int, length: int, blocks_each: int) -> StepInputs:
-    """Build a step in which each of `batch` sequences computes its last token, with blocks in random order."""
-    order = Random(f"decode-inputs:{batch}").sample(range(batch * blocks_each), batch * blocks_each)
+@torch.inference_mode()
+def chunks(stage: Stage) -> Findings:
+    """Measure the model's part of steps that decode and compute a chunk of a prompt: launched and recorded."""
+    num_decodes, length, sizes = (2, 40, (8,)) if stage.is_small else (16, 1024, (32, 128, 256, 512, 1024))
+    model = random_model(stage.shape, seed=stage.seed, options=stage.backend_options)
+    layout = kv_layout(
+        model.config,
+        fingerprint=model.fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+    )
+    blocks_each = -(-(length + max(sizes)) // BLOCK_SIZE)
+    cache = PagedKVCache(layout, num_blocks=blocks_each * (num_decodes + 1), device=model.device)
+    cache.tensor.normal_()
+    launching, recording = ModelRunner(model, cache), ModelRunner(model, cache)
+    recording.record_graphs(max_rows=4 * num_decodes, max_tokens=max(sizes), max_length=length + max(sizes))
+    for size in sizes:
+        inputs = decode_inputs(num_decodes, length, blocks_each, chunk=size - num_decodes)
+        launched_s, logits = _step(launching, inputs)
+        yield figure(f"chunks.{size}.launched", launched_s * 1e3, "ms")
+        if recording.graphs is None:
+            continue
+        recorded_s, recorded = _step(recording, inputs)
+        yield figure(f"chunks.{size}.recorded", recorded_s * 1e3, "ms")
+        yield figure(f"chunks.{size}.gain", launched_s / recorded_s, "x")
+        apart = ((recorded - logits).abs().max() / logits.abs().max()).item()
+        yield figure(f"chunks.{size}.apart", apart, "of the largest logit", at_most=SAME_WITHIN)
+
+
+def decode_inputs(batch: int, length: int, blocks_each: int, *, chunk: int = 0) -> StepInputs:
+    """Build a step in which each of `batch` sequences computes its last token, with blocks in random order, and one
+    more sequence, if any, `chunk` tokens behind as many as the others have.
+    """
+    sequences = batch + (1 if chunk else 0)
+    order = Random(f"decode-inputs:{batch}").sample(range(sequences * blocks_each), sequences * blocks_each)
     items = []
-    for i in range(batch):
+    for i in range(sequences):
+        own = length + chunk if i == batch else length
         request = Request(
             request_id=RequestId(f"suite-{i}"),
-            token_ids=array("i", range(length)),
-            num_prompt_tokens=length,
+            token_ids=array("i", range(own)),
+            num_prompt_tokens=own,
             params=SamplingParams(temperature=0.0),
             hash_root=BlockHash(b""),
             block_table=BlockTable(BlockId(block) for block in order[i * blocks_each : (i + 1) * blocks_each]),
         )
-        items.append(BatchItem(request=request, start=length - 1, num_tokens=1, samples=True))
+        num_tokens = chunk if i == batch else 1
+        items.append(BatchItem(request=request, start=own - num_tokens, num_tokens=num_tokens, samples=True))
     return build_step_inputs(Batch(items=tuple(items)), BLOCK_SIZE)
 
 

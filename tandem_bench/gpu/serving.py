@@ -49,7 +49,7 @@ class Limits:
     pipelined: bool = True
     """Whether a step is launched before the previous one has ended, as on a GPU."""
     graphs: bool = True
-    """Whether decode steps are recorded at start, where the backend supports it, as on a GPU."""
+    """Whether steps are recorded at start, where the backend supports it, as on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +109,11 @@ class Serving:
         )
         runner = ModelRunner(model, cache)
         if limits.graphs:
-            runner.record_graphs(max_rows=limits.max_rows, max_length=limits.max_model_len)
+            runner.record_graphs(
+                max_rows=limits.max_rows, max_tokens=limits.max_tokens, max_length=limits.max_model_len
+            )
         self.has_graphs = runner.graphs is not None
-        """Whether decode-only steps are replayed."""
+        """Whether steps are replayed."""
         self._root = root_hash(secret=_SECRET, model_fingerprint=model.fingerprint)
         self._names = count()
         self._job: _Job | None = None

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.model.config import ModelArchitecture
 from engine.model.decoder import Decoder
 from engine.model.loader import build_model
 from engine.model.shard import TensorSlice
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
 from tandem_bench.shapes import SHAPES, Shape, random_tensor
 
@@ -38,7 +38,7 @@ class RandomSource:
 
     def forget(self, name: str) -> None: ...
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         """Return the fingerprint; different kinds of devices make different numbers from one seed."""
         word = f"{self._shape.name}:{self._seed}:{self._dtype}:{self._device.type}".encode()
         return hashlib.sha256(config.digest() + word).hexdigest()[:32]
@@ -63,7 +63,7 @@ class HeldSource:
     def forget(self, name: str) -> None:
         """Do nothing, as the tensors belong to someone else."""
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         digest = hashlib.sha256(config.digest())
         for name in sorted(self._tensors):
             digest.update(name.encode() + self._tensors[name].detach().float().cpu().numpy().tobytes())

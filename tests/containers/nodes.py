@@ -18,6 +18,7 @@ import httpx
 import yaml
 from redis.asyncio import Redis
 
+from cluster.cli.cert import make_certificate
 from tandem.cluster_state.entries import Process
 from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tests.containers.engine import Engine
@@ -30,6 +31,9 @@ WORKERS = (*PREFILL, *DECODE)
 NODES = (*ROUTERS, *WORKERS, "redis")
 NETWORK = "tandem-nodes"
 _CONFIG = "/etc/tandem/cluster/cluster.yaml"
+_CERTS = "/etc/tandem/certs"
+_USER = 10001
+"""Of both images."""
 _CHAIN_WAIT = ("iptables", "--wait")
 
 
@@ -65,6 +69,9 @@ class Nodes:
         config.write_text(yaml.safe_dump(self._settings()))
         config.chmod(0o644)
         self._hosts.write_text("127.0.0.1 localhost\n")
+        make_certificate(self._folder / "certs", "member", days=1)
+        for path in (self._folder / "certs", *(self._folder / "certs").iterdir()):
+            os.chown(path, _USER, _USER)
         # Once for all machines: each would do it.
         for module in ("engine.kernels.cpu", "kv_transfer"):
             cache = f"{self._folder}/cache:/cache"
@@ -100,6 +107,7 @@ class Nodes:
             command = [SERVICES, "redis-server", "--bind", "*", "--protected-mode", "no", "--save", "", "--dir", "/tmp"]
         else:
             words += ["--volume", f"{self._folder}/cluster.yaml:{_CONFIG}:ro"]
+            words += ["--volume", f"{self._folder}/certs:{_CERTS}:ro"]
             command = [self._images.router, "tandem", role, "--config", _CONFIG]
         if name in WORKERS:
             words += ["--volume", f"{self._folder}/cache:/cache", "--env", f"TANDEM_{role.upper()}__HOST={address}"]
@@ -181,6 +189,9 @@ class Nodes:
         digest = hashlib.sha256(self.key.encode()).hexdigest()
         return {
             "secret": secrets.token_hex(16),
+            "cluster": {
+                "tls": {"cert": f"{_CERTS}/member.pem", "key": f"{_CERTS}/member.key", "ca": f"{_CERTS}/ca.pem"}
+            },
             "engine": {"device": "cpu", "memory_bytes": 1 << 30, "num_threads": 1, "num_blocks": 1600},
             "prefill": {"replicas": 2, "port": 7000},
             "decode": {"replicas": 2, "port": 7000},

@@ -117,9 +117,11 @@ class Played:
         """A folder with its files, as Kubernetes makes it: podman 4.3 shows everybody what is in a secret's volume."""
         folder = self._engine.folder / "secrets" / source["secretName"]
         folder.mkdir(parents=True, exist_ok=True)
-        for item in source["items"]:
-            path = folder / item["path"]
-            path.write_text(self._secrets[source["secretName"]][item["key"]], encoding="utf-8")
+        kept = self._secrets[source["secretName"]]
+        paths = {item["key"]: item["path"] for item in source.get("items", ())} or {key: key for key in kept}
+        for key, name in paths.items():
+            path = folder / name
+            path.write_text(kept[key], encoding="utf-8")
             os.chown(path, 0, group)
             path.chmod(source["defaultMode"])
         return folder

@@ -32,15 +32,22 @@ CELLS = CellRange(
 SOURCE = PAIRING.at_source(0, 0, HERE, NUM_BLOCKS)
 TARGET = PAIRING.at_destination(0, THERE, NUM_BLOCKS)
 READS, WRITES = SOURCE.reads(CELLS), TARGET.writes(CELLS)
+OTHERS = PAIRING.at_destination(0, (20, 60, 21, 10), NUM_BLOCKS).writes(CELLS)
 SLEEP_CYCLES = 2_000_000_000
 """A second: what follows takes a millisecond."""
 
 
+def noise(seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    size = NUM_BLOCKS * KV.worker_block_bytes
+    memory = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda", generator=generator)
+    torch.cuda.synchronize()
+    return memory
+
+
 @pytest.fixture(scope="module")
 def pool() -> TorchPool:
-    memory = torch.randint(0, 256, (NUM_BLOCKS * KV.worker_block_bytes,), dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    return TorchPool(memory, KV)
+    return TorchPool(noise(0), KV)
 
 
 @contextmanager
@@ -62,6 +69,7 @@ WORK: dict[str, Callable[[TorchPool], object]] = {
     "scatter": lambda pool: pool.scatter(WRITES, pool.allocate(READS.num_bytes)),
     "copy": lambda pool: pool.copy(SOURCE.run_pairs_to(TARGET, CELLS)),
     "send": lambda pool: pool.send(READS, pool, WRITES),
+    "send in a lane": lambda pool: pool.lane_to(pool).start(READS, WRITES).result(),
     "pack and unpack": lambda pool: pool.unpack_summed(WRITES, pool.pack_summed(READS)[0]),
 }
 
@@ -93,3 +101,30 @@ def test_torch_pool_threads_get_right_bytes_beside_engine(pool: TorchPool) -> No
             assert not behind.query(), "a thread has waited for the engine's stream"
     assert pool.send(READS, pool, WRITES) == expected
     assert pool.checksum(WRITES) == expected
+
+
+def test_torch_pool_kernel_moves_and_sums_as_plain_torch_does(pool: TorchPool) -> None:
+    """Pools of its own, since the bytes of the other tests' pool change."""
+    assert pool._kernel is not None, "triton is missing"
+    found = []
+    for plain in (False, True):
+        source, target = (TorchPool(noise(seed), KV) for seed in (1, 2))
+        if plain:
+            source._kernel = target._kernel = None
+        payload = source.allocate(READS.num_bytes)
+        source.gather(READS, payload)
+        sums = [source.checksum(READS), source.send(READS, target, WRITES), target.checksum(WRITES)]
+        packed, summed = source.pack_summed(READS)
+        sent = target.memory.clone()
+        sums += [summed, target.unpack_summed(OTHERS, packed)]
+        target.scatter(READS, payload)
+        lane = source.lane_to(target)
+        under_way = [lane.start(READS, WRITES), lane.start(READS, OTHERS), lane.start(WRITES, READS)]
+        sums += [each.result() for each in under_way]
+        torch.cuda.synchronize()
+        found.append((sums, payload, packed, sent, target.memory))
+    (sums, payload, *tensors), (expected_sums, expected_payload, *expected_tensors) = found
+    assert sums == expected_sums
+    assert (payload == expected_payload).all()
+    for tensor, expected in zip(tensors, expected_tensors, strict=True):
+        assert torch.equal(tensor, expected)

@@ -1,10 +1,12 @@
 """The lock files of the images: complete, exact, and at the versions used in development."""
 
+import ast
 import functools
 import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "deploy/docker/locks"
 IN_IMAGES = ("redis", "hub", "telemetry")
-_IMPORT = re.compile(r"^\s*(?:import|from) (\w+)", re.MULTILINE)
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -119,7 +120,17 @@ def test_wheel_contains_all_data_files():
 def _router_imports() -> dict[str, set[str]]:
     """Top-level modules by file."""
     files = [path for package in ("router", "tandem") for path in (ROOT / package).rglob("*.py")]
-    return {str(path.relative_to(ROOT)): {found[1] for found in _IMPORT.finditer(path.read_text())} for path in files}
+    return {str(path.relative_to(ROOT)): {name.partition(".")[0] for name in _imported(path)} for path in files}
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Modules that a file imports, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{path}: relative imports are not used here"
+            yield node.module
 
 
 def _modules_of(name: str) -> set[str]:

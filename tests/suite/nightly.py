@@ -46,10 +46,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "images": ("tests/images", "tests/integration/test_hub_download.py"),
     "containers": ("tests/containers",),
-    "answers": _modules(
-        "tests/e2e/answers",
-        *("cache_tiers", "clients", "fetching", "generation_config", "parity", "pinned_prompts", "pipelined"),
-        *("prompt_scores", "quantised_kv", "quantized_checkpoint", "structured", "tools", "walk"),
+    "answers": (
+        *_modules(
+            "tests/e2e/answers",
+            *("cache_tiers", "clients", "fetching", "generation_config", "parity", "pinned_prompts", "pipelined"),
+            *("prompt_scores", "quantised_kv", "speculation", "structured", "tools", "walk"),
+        ),
+        "tests/e2e/models",
     ),
     "answers-ranks": _modules("tests/e2e/answers", "nodes", "tensor_parallel", "unequal_pools"),
     "failures": _modules(

@@ -19,7 +19,7 @@ class StepWork(NamedTuple):
     num_pairs: int
     """Pairs of a prompt token and one at or before it."""
     num_rows: int
-    """Sequences that compute one token each."""
+    """Sequences that compute one token each, and drafts."""
     num_context_tokens: int
     """Context tokens of all rows."""
 
@@ -27,10 +27,11 @@ class StepWork(NamedTuple):
 def work_of(items: Iterable[BatchItem]) -> StepWork:
     """Return the work of a batch."""
     num_prompt_tokens = num_pairs = num_rows = num_context_tokens = 0
-    for _, start, num_tokens, _ in items:
+    for _, start, num_tokens, _, drafts in items:
         if num_tokens == 1:
-            num_rows += 1
-            num_context_tokens += start + 1
+            rows = 1 + len(drafts)
+            num_rows += rows
+            num_context_tokens += rows * (start + 1) + rows * (rows - 1) // 2
         else:
             num_prompt_tokens += num_tokens
             num_pairs += num_tokens * (2 * start + num_tokens + 1) // 2

@@ -41,11 +41,11 @@ class CpuAttention:
 class CpuAttentionPlan:
     """One step's attention in the compiled kernels."""
 
-    __slots__ = ("_backend", "_metadata", "_rotation")
+    __slots__ = ("_backend", "_metadata", "_rotations")
 
     def __init__(self, backend: CpuAttention, inputs: StepInputs) -> None:
         self._backend = backend
-        self._rotation = backend.heads.rotation(inputs)
+        self._rotations = backend.heads.rotations(inputs)
         self._metadata = backend.paged.plan(inputs)
 
     @property
@@ -56,12 +56,13 @@ class CpuAttentionPlan:
     @property
     def records(self) -> tuple[ctypes.Structure, ...]:
         """The kernel arguments of this step that do not depend on the layer; valid while this plan lives."""
-        return self._rotation.call, self._metadata.step
+        return *(rotation.call for rotation in self._rotations), self._metadata.step
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         heads, cache = self._backend.heads, self._backend.layers[layer]
         given, out = heads.split_heads(qkv), heads.results(qkv.shape[0])
-        heads.kernels.qk_norm_rope_write(self._rotation, given, cache, *heads.norm(layer))
+        rotation = self._rotations[heads.rope_of_layer[layer]]
+        heads.kernels.qk_norm_rope_write(rotation, given, cache, *heads.norm(layer))
         queries = given[:, : heads.shape.num_heads]
         self._backend.paged.attend(cache, queries, self._metadata, heads.windows[layer], out)
         return out

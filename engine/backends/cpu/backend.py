@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated
 from engine.backends.cpu.int8_attention import CpuInt8Attention
 from engine.backends.cpu.programs import CpuPrograms
 from engine.backends.options import BackendOptions
@@ -26,12 +27,15 @@ from engine.kernels.cpu.gemm import (
     whole_tiles,
 )
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
+from engine.kernels.cpu.norms import CompiledNorm, CpuActivations, NormMode
 from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
-from engine.model.backend import Closing, Embedding, Projection, ProjectionRole, RecordableModel, StepGraphs
+from engine.model.backend import Closing, Embedding, Norm, Projection, ProjectionRole, RecordableModel, StepGraphs
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
+from engine.model.layers.norm import RowNorm
 from engine.model.layers.torch_attention import TorchAttention
+from engine.model.spec import Activation, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 
 _CACHE_LINE_BYTES = 64
@@ -125,6 +129,7 @@ class FusedNorm:
     """Adds the delta to the residual stream and norms it, in one pass."""
 
     __slots__ = ("_buffers", "_eps", "_gives_tiles", "_kernels", "weight")
+    bias = None
 
     def __init__(
         self, weight: Tensor, eps: float, kernels: CpuElementwise, buffers: Buffers, *, gives_tiles: bool
@@ -173,6 +178,7 @@ class CpuBackend:
         # The head is never quantized: it decides between tokens, and no later layer averages its error out.
         self._head_arithmetic = best_arithmetic(library.features, self.dtype)
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
+        self._activations = CpuActivations(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
         self.name = "cpu-amx" if self._head_arithmetic is Arithmetic.BF16 else "cpu-vectors"
         if is_quantized:
@@ -189,8 +195,21 @@ class CpuBackend:
         taken = self._input_tiles(weight, role)
         return AddedProjection(self._pack(weight, bias, self._arithmetic, Epilogue.ADD, taken))
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        handed = self._tiles(weight.shape[1], Tiles.INPUT) | self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
+    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
+        given = self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
+        if activation is Activation.GELU_TANH:
+            stacked = self._pack(
+                weight, bias, self._arithmetic, Epilogue.STORE, self._tiles(weight.shape[1], Tiles.INPUT)
+            )
+            projection = BufferedProjection(stacked, self._buffers, "stacked")
+            return GeluGated(
+                projection,
+                self._activations,
+                self._buffers,
+                gives_tiles=bool(given),
+                padding=_row_padding(stacked.out_dtype),
+            )
+        handed = self._tiles(weight.shape[1], Tiles.INPUT) | given
         linear = self._pack(weight, bias, self._arithmetic, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
@@ -204,9 +223,24 @@ class CpuBackend:
         linear = self._pack_head(weight)
         return PackedEmbedding(linear, self._buffers), BufferedProjection(linear, self._buffers, "logits")
 
-    def norm(self, weight: Tensor, eps: float) -> FusedNorm:
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> Norm:
         gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
-        return FusedNorm(weight, eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
+        if spec.kind is NormKind.RMS:
+            return FusedNorm(weight, spec.eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
+        norm = self._compiled_norm(NormMode.LAYER, weight[None], bias, spec.eps, weight.shape[0])
+        return CompiledInputNorm(norm, weight, self._buffers, gives_tiles=gives_tiles)
+
+    def no_norm(self, size: int) -> Norm:
+        gives_tiles = bool(self._tiles(size, Tiles.OUTPUT))
+        norm = self._compiled_norm(NormMode.NONE, None, None, 0.0, size)
+        return CompiledInputNorm(norm, torch.empty(0, dtype=self.dtype), self._buffers, gives_tiles=gives_tiles)
+
+    def row_norm(self, weight: Tensor, eps: float, kind: NormKind) -> RowNorm:
+        mode = NormMode.RMS if kind is NormKind.RMS else NormMode.LAYER
+        return self._compiled_norm(mode, weight.contiguous(), None, eps, weight.shape[1])
+
+    def soft_capped(self, head: Projection, cap: float) -> Projection:
+        return CappedHead(head, cap, self._activations)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         is_int8 = cache.layout.dtype == "int8"
@@ -216,7 +250,7 @@ class CpuBackend:
         return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
 
     def graphs(
-        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. Only steps computed by our own kernels throughout can be recorded."""
         if not isinstance(attention, CpuAttention):
@@ -234,6 +268,12 @@ class CpuBackend:
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
         return CpuSampling(self._library, self._threads)
+
+    def _compiled_norm(
+        self, mode: NormMode, weight: Tensor | None, bias: Tensor | None, eps: float, size: int
+    ) -> CompiledNorm:
+        threads = self._threads
+        return CompiledNorm(self._library, mode, weight, bias, eps, size=size, dtype=self.dtype, num_threads=threads)
 
     def _pack_head(self, weight: Tensor) -> PackedLinear:
         taken = self._tiles(weight.shape[1], Tiles.INPUT)

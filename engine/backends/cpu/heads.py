@@ -15,7 +15,7 @@ class CpuHeads:
     layer.
     """
 
-    __slots__ = ("_buffers", "_eps", "_norm_weights", "_rope", "kernels", "shape", "windows")
+    __slots__ = ("_buffers", "_eps", "_norm_weights", "_ropes", "kernels", "rope_of_layer", "shape", "windows")
 
     def __init__(self, spec: AttentionSpec, kernels: CpuElementwise, buffers: Buffers, *, block_size: int) -> None:
         config, norms = spec.config, spec.head_norms or ()
@@ -25,10 +25,13 @@ class CpuHeads:
             head_dim=config.head_dim,
             block_size=block_size,
             dtype=spec.dtype,
+            scale=config.layers[0].score_scale,
+            soft_cap=config.layers[0].soft_cap,
         )
         self.kernels = kernels
         self.windows = config.layer_windows
-        self._rope = spec.rope
+        self.rope_of_layer = spec.rope_of_layer
+        self._ropes = spec.ropes
         self._buffers = buffers
         # One row per head, as the kernel reads them: queries' weight for queries, keys' for keys.
         self._norm_weights = [
@@ -37,10 +40,11 @@ class CpuHeads:
         ]
         self._eps = norms[0].eps if norms else 0.0
 
-    def rotation(self, inputs: StepInputs) -> RotationPlan:
-        """Angles and cache slots of one step, for every layer."""
-        cos, sin = self._rope.half_angles(torch.from_numpy(inputs.positions))
-        return self.kernels.plan_rotation(self.shape, cos, sin, inputs.slots)
+    def rotations(self, inputs: StepInputs) -> tuple[RotationPlan, ...]:
+        """Angles and cache slots of one step, for each rotation among the layers."""
+        positions = torch.from_numpy(inputs.positions)
+        angles = (rope.half_angles(positions) for rope in self._ropes)
+        return tuple(self.kernels.plan_rotation(self.shape, cos, sin, inputs.slots) for cos, sin in angles)
 
     def split_heads(self, qkv: Tensor) -> Tensor:
         """View `qkv` as `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values."""

@@ -44,17 +44,18 @@ class CpuInt8Attention:
 class CpuInt8AttentionPlan:
     """One step's attention over int8 codes in the compiled kernels."""
 
-    __slots__ = ("_backend", "_metadata", "_rotation")
+    __slots__ = ("_backend", "_metadata", "_rotations")
 
     def __init__(self, backend: CpuInt8Attention, inputs: StepInputs) -> None:
         self._backend = backend
-        self._rotation = backend.heads.rotation(inputs)
+        self._rotations = backend.heads.rotations(inputs)
         self._metadata = backend.paged.plan(inputs)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         heads, cache = self._backend.heads, self._backend.layers[layer]
         given, out = heads.split_heads(qkv), heads.results(qkv.shape[0])
-        heads.kernels.qk_norm_rope_write_int8(self._rotation, given, cache, *heads.norm(layer))
+        rotation = self._rotations[heads.rope_of_layer[layer]]
+        heads.kernels.qk_norm_rope_write_int8(rotation, given, cache, *heads.norm(layer))
         queries = given[:, : heads.shape.num_heads]
         self._backend.paged.attend(cache, queries, self._metadata, heads.windows[layer], out)
         return out

@@ -32,53 +32,75 @@ class DeviceStep(NamedTuple):
     slots: Tensor  # int64 [num_rows], negative for padding
     token_ids: Tensor  # int64 [num_rows]
     positions: Tensor  # int32 [num_rows]
-    starts: Tensor  # int32 [num_seqs]
-    lengths: Tensor  # int32 [num_seqs], 0 for padding
-    row_starts: Tensor  # int32 [num_seqs + 1], counted from the first sequence of several rows
-    tables: Tensor  # int32 [num_seqs, max_blocks]
+    lengths: Tensor  # int32 [num_single], of the sequences with one row; 0 for padding
+    starts: Tensor  # int32 [num_several], of those with several
+    row_starts: Tensor  # int32 [num_several + 1], the first row of each, and the end of the last
+    tables: Tensor  # int32 [num_single + num_several, max_blocks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Offsets of a step's arrays in one int32 buffer: 64-bit arrays first, for their alignment, tables last."""
+    """Offsets of a step's arrays in one int32 buffer: 64-bit arrays first, for their alignment, tables last.
+
+    It may have room for more rows and sequences than a step has. Then rows follow each other all the same, so some that
+    are counted among those of sequences with one row may belong to a sequence with several.
+    """
 
     num_rows: int
-    num_seqs: int
+    num_single: int
+    """Sequences with one row."""
+    num_several: int
+    """Sequences with several rows."""
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> "StepLayout":
+        """The layout without room for more."""
+        num_single = inputs.num_single
+        return cls(num_rows=len(inputs.token_ids), num_single=num_single, num_several=len(inputs.starts) - num_single)
 
     @property
     def table_begin(self) -> int:
         """Number of words before the tables."""
-        return 5 * self.num_rows + 3 * self.num_seqs + 1
+        return 5 * self.num_rows + self.num_single + 2 * self.num_several + 1
+
+    def holds(self, inputs: StepInputs) -> bool:
+        """Whether there is room for all rows and sequences of a step."""
+        own = StepLayout.of(inputs)
+        return (
+            own.num_rows <= self.num_rows and own.num_single <= self.num_single and own.num_several <= self.num_several
+        )
 
     def views(self, words: Tensor, tables: Tensor) -> DeviceStep:
         """View the arrays in `words`, int32 of at least `table_begin` elements."""
-        rows, seqs = self.num_rows, self.num_seqs
-        wide, ints = words[: 4 * rows].view(torch.int64), words[5 * rows : self.table_begin]
+        rows, starts_begin = self.num_rows, 5 * self.num_rows + self.num_single
+        wide, ends_begin = words[: 4 * rows].view(torch.int64), starts_begin + self.num_several
         return DeviceStep(
             slots=wide[:rows],
             token_ids=wide[rows:],
             positions=words[4 * rows : 5 * rows],
-            starts=ints[:seqs],
-            lengths=ints[seqs : 2 * seqs],
-            row_starts=ints[2 * seqs :],
+            lengths=words[5 * rows : starts_begin],
+            starts=words[starts_begin:ends_begin],
+            row_starts=words[ends_begin : self.table_begin],
             tables=tables,
         )
 
     def pack(self, inputs: StepInputs, words: NDArray[np.int32]) -> None:
         """Fill everything but the tables; unused rows and sequences become padding."""
-        rows, seqs = self.num_rows, self.num_seqs
-        used, sequences = len(inputs.token_ids), len(inputs.starts)
+        rows, own = self.num_rows, StepLayout.of(inputs)
+        used, singles = own.num_rows, own.num_single
         words[:] = 0
         wide = words[: 4 * rows].view(np.int64)
         wide[:rows] = -1
         wide[:used] = inputs.slots
         wide[rows : rows + used] = inputs.token_ids
         words[4 * rows : 4 * rows + used] = inputs.positions
-        ints = words[5 * rows : self.table_begin]
-        ints[:sequences] = inputs.starts
-        ints[seqs : seqs + sequences] = inputs.lengths
-        ints[2 * seqs] = -inputs.num_single
-        ints[2 * seqs + 1 : 2 * seqs + 1 + sequences] = np.cumsum(inputs.counts) - inputs.num_single
+        words[5 * rows : 5 * rows + singles] = inputs.lengths[:singles]
+        several = words[5 * rows + self.num_single : self.table_begin]
+        several[: own.num_several] = inputs.starts[singles:]
+        row_starts = several[self.num_several :]
+        row_starts[0] = singles
+        row_starts[1:] = used  # of padding: no rows
+        row_starts[1 : 1 + own.num_several] = singles + np.cumsum(inputs.counts[singles:])
 
 
 def upload(inputs: StepInputs, layout: StepLayout, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -126,25 +148,26 @@ class CudaAttention:
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def plan(self, inputs: StepInputs) -> "CudaAttentionPlan":
-        layout = StepLayout(num_rows=len(inputs.token_ids), num_seqs=len(inputs.starts))
+        layout = StepLayout.of(inputs)
         step = layout.views(*upload(inputs, layout, self.device))
         longest = int(inputs.lengths[: inputs.num_single].max(initial=0))
-        return CudaAttentionPlan(self, step, num_single=inputs.num_single, max_length=longest)
+        return CudaAttentionPlan(self, step, num_splits=self.num_splits(inputs.num_single, longest))
 
-    def workspace(self, batch: int, max_length: int) -> DecodeWorkspace | None:
-        """Memory for decoding `batch` sequences of up to `max_length` tokens with split keys; None when they are
-        not split.
-        """
-        config = self.spec.config
-        splits = choose_splits(
+    def num_splits(self, batch: int, max_length: int) -> int:
+        """Parts into which the keys of each of `batch` sequences of up to `max_length` tokens are split."""
+        return choose_splits(
             batch=max(1, batch),
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=self.spec.config.num_kv_heads,
             max_length=max_length,
             num_sms=self._num_sms,
             launch=self.decode_launch,
         )
+
+    def workspace(self, batch: int, splits: int) -> DecodeWorkspace | None:
+        """Memory for decoding `batch` sequences with split keys; None when they are not split."""
         if splits == 1:
             return None
+        config = self.spec.config
         return DecodeWorkspace.allocate(batch, config.num_heads, splits, config.head_dim, self.device)
 
 
@@ -160,43 +183,56 @@ def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
 class CudaAttentionPlan:
     """One step's attention on the GPU: metadata uploaded once, used by every layer."""
 
-    __slots__ = ("_backend", "_cos", "_num_single", "_sin", "_step", "_workspace")
+    __slots__ = ("_angles", "_backend", "_has_spare_rows", "_step", "_workspace")
 
-    def __init__(self, backend: CudaAttention, step: DeviceStep, *, num_single: int, max_length: int) -> None:
-        """`max_length`: at least the length of every sequence with one row."""
+    def __init__(
+        self, backend: CudaAttention, step: DeviceStep, *, num_splits: int, has_spare_rows: bool = False
+    ) -> None:
+        """`num_splits`: parts into which the keys of each sequence with one row are split. `has_spare_rows`: there may
+        be rows of no sequence behind the others.
+        """
         self._backend = backend
         self._step = step
-        self._num_single = num_single
-        self._cos, self._sin = backend.spec.rope.half_angles(step.positions)
-        self._workspace = backend.workspace(num_single, max_length)
+        self._has_spare_rows = has_spare_rows
+        self._angles = tuple(rope.half_angles(step.positions) for rope in backend.spec.ropes)
+        self._workspace = backend.workspace(len(step.lengths), num_splits)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        backend, step, singles = self._backend, self._step, self._num_single
+        backend, step, singles = self._backend, self._step, len(self._step.lengths)
         config, pages = backend.spec.config, backend.layers[layer]
         norm = None if backend.spec.head_norms is None else backend.spec.head_norms[layer]
-        rope_kv(qkv, pages, cos=self._cos, sin=self._sin, slots=step.slots, norm=norm, pdl=backend.pdl)
+        cos, sin = self._angles[backend.spec.rope_of_layer[layer]]
+        rope_kv(qkv, pages, cos=cos, sin=sin, slots=step.slots, norm=norm, pdl=backend.pdl)
         queries = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
         out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
-        window = config.layer_windows[layer]
+        if self._has_spare_rows:
+            out[singles:].zero_()  # what memory happens to hold may be beyond all numbers
+        spec = config.layers[layer]
+        window = spec.window
         flash_decode(
             queries[:singles],
             pages,
             out[:singles],
             tables=step.tables[:singles],
-            lengths=step.lengths[:singles],
+            lengths=step.lengths,
             window=window,
             workspace=self._workspace,
             launch=backend.decode_launch,
             pdl=backend.pdl,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
         )
+        # After it: what belongs to a sequence with several rows is written over padding's zeros.
         paged_prefill(
-            queries[singles:],
+            queries,
             pages,
-            out[singles:],
+            out,
             tables=step.tables[singles:],
-            row_starts=step.row_starts[singles:],
-            starts=step.starts[singles:],
+            row_starts=step.row_starts,
+            starts=step.starts,
             window=window,
             launch=backend.prefill_launch,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
         )
         return out.flatten(1)

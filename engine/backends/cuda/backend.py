@@ -21,9 +21,12 @@ from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.sampling import TritonSampling, compile_for
 from engine.kernels.triton.tuning import FewRowsLaunch, LaunchTable, OneRowLaunch, load_table
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
-from engine.model.backend import ProjectionRole, RecordableModel, StepGraphs
+from engine.model.backend import Projection, ProjectionRole, RecordableModel, StepGraphs
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
-from engine.model.layers.linear import TokenEmbedding
+from engine.model.layers.composed import SoftCappedHead
+from engine.model.layers.linear import TokenEmbedding, gate_values
+from engine.model.layers.norm import LayerNorm, PassThrough, TorchRowNorm
+from engine.model.spec import Activation, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 from tandem.errors import ConfigError
 
@@ -154,14 +157,17 @@ class CudaClosing(CudaProjection):
 
 
 class CudaGated(CudaProjection):
-    """A stacked projection followed by SwiGLU's gate."""
+    """A stacked projection followed by a gate: SwiGLU's in our kernels, others by torch."""
 
-    __slots__ = ()
+    __slots__ = ("_activation",)
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, products: _Products) -> None:
-        super().__init__(weight, bias, products, is_gated=True)
+    def __init__(self, weight: Tensor, bias: Tensor | None, products: _Products, activation: Activation) -> None:
+        super().__init__(weight, bias, products, is_gated=activation is Activation.SILU)
+        self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._activation is not Activation.SILU:
+            return gate_values(super().__call__(x), self._activation)
         out = x.new_empty(x.shape[0], self.weight.shape[0] // 2)
         # Our kernels gate without a bias.
         if self.bias is None and self._launches.serve(len(x)):
@@ -175,6 +181,7 @@ class CudaNorm:
     """Adds the delta to the residual stream and norms it, in one pass."""
 
     __slots__ = ("_eps", "_pdl", "weight")
+    bias = None
 
     def __init__(self, weight: Tensor, eps: float, *, pdl: bool = False) -> None:
         self.weight = weight  # [size]
@@ -217,11 +224,14 @@ class CudaBackend:
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaClosing:
         return CudaClosing(weight, bias, self._products)
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> CudaGated:
-        return CudaGated(weight, bias, self._products)
+    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> CudaGated:
+        return CudaGated(weight, bias, self._products, activation)
 
     def head(self, weight: Tensor) -> CudaProjection:
         return CudaProjection(weight, None, self._products, torch.float32)
+
+    def soft_capped(self, head: Projection, cap: float) -> SoftCappedHead:
+        return SoftCappedHead(head, cap)
 
     def embedding(self, weight: Tensor) -> TokenEmbedding:
         return TokenEmbedding(weight)
@@ -229,8 +239,16 @@ class CudaBackend:
     def tied(self, weight: Tensor) -> tuple[TokenEmbedding, CudaProjection]:
         return TokenEmbedding(weight, is_shared=True), self.head(weight)
 
-    def norm(self, weight: Tensor, eps: float) -> CudaNorm:
-        return CudaNorm(weight, eps, pdl=self._pdl)
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> CudaNorm | LayerNorm:
+        if spec.kind is not NormKind.RMS:
+            return LayerNorm(weight, bias, spec.eps)
+        return CudaNorm(weight, spec.eps, pdl=self._pdl)
+
+    def no_norm(self, size: int) -> PassThrough:
+        return PassThrough()
+
+    def row_norm(self, weight: Tensor, eps: float, kind: NormKind) -> TorchRowNorm:
+        return TorchRowNorm(weight, eps, kind)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> CudaAttention:
         self._block_size = cache.block_size
@@ -238,18 +256,19 @@ class CudaBackend:
         return self._attention
 
     def graphs(
-        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. `attention` must be the last one that this backend made; else nothing is recorded."""
         if self.device.type != "cuda" or self._attention is None or attention is not self._attention:
             return None
-        from engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, graph_batch_sizes
+        from engine.backends.cuda.graphs import CudaRecorder, CudaStepGraphs, graph_batch_sizes, graph_chunk_sizes
 
-        graphs = DecodeGraphs(
+        graphs = CudaStepGraphs(
             model,
             self._attention,
             CudaRecorder(self.device),
             batch_sizes=graph_batch_sizes(min(max_rows, _MAX_GRAPH_ROWS)),
+            chunk_sizes=graph_chunk_sizes(max_tokens, model.config),
             max_length=max_length,
             block_size=self._block_size,
         )

@@ -1,11 +1,16 @@
-"""Decoding steps as CUDA graphs: one for each padded batch size, captured at start and replayed from then on.
+"""Steps as CUDA graphs, captured at start and replayed from then on: one for each padded number of sequences that only
+decode, and one for each padded number of rows of steps that compute a chunk of a prompt as well.
 
 A graph holds addresses and launch sizes, not values: a step's arrays are copied into buffers that all graphs read, the
-rest of a padded batch has length 0 and writes nothing. Replaying costs one call where the eager step makes hundreds.
-Intermediate results of all graphs lie in one memory pool, their logits in one buffer: graphs run one after another,
-and each writes whatever it reads there. So any number of them takes the memory of the largest.
-Life cycle: `capture()` once, before serving, largest batch first, since the first shapes the pool; then `logits()` for
-every step that only decodes.
+rest of a padded step has length 0 and writes nothing. Replaying costs one call where the eager step makes hundreds.
+Intermediate results of all graphs lie in one memory pool, their results in one buffer of each kind: graphs run one
+after another, and each writes whatever it reads there. So any number of them takes the memory of the largest.
+Life cycle: `capture()` once, before serving, largest step first, since the first shapes the pool; then `logits()` for
+every step.
+
+Steps with chunks are recorded up to as many rows as a GPU computes in the time in which a host could launch their
+kernels: beyond, room for what a step does not have costs more than the launches. Which rows belong to whom is for the
+attention kernels to find: every row may be a sequence's only one, and every two rows a sequence.
 """
 
 import gc
@@ -17,12 +22,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.attention import CudaAttention, CudaAttentionPlan, StepLayout, upload
+from engine.backends.cuda.attention import CudaAttention, CudaAttentionPlan, DeviceStep, StepLayout, upload
 from engine.model.backend import RecordableModel
+from engine.model.spec import ModelSpec
 from engine.types.step_inputs import StepInputs
 
 _WARM_UPS = 2
 """Runs before a capture: the first compiles kernels, the second finds every library initialised."""
+_MAX_CHUNK_ROWS = 1024
+_HIDDEN_PRODUCTS = 64_000_000_000
+"""Rows times a layer's weights that a GPU multiplies in the time in which a host launches the layer's kernels. On an
+H200, with 218 million weights a layer, recorded steps of 256 rows took 0.9 of the time of others, of 512 rows 1.07."""
+_USUAL_SINGLE = 8
+"""Sequences with one row beside chunks for which attention is split: the room is for more, and their programs idle."""
+_MAX_IDLE_PROGRAMS = 1 << 15
+"""Programs of a layer's decode attention, most of them idle, beside chunks: they take some ten microseconds."""
 
 
 class Recorder(Protocol):
@@ -57,26 +71,28 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Buffers:
-    """Buffers that all graphs share: as large as the largest batch needs, smaller ones use their beginnings."""
+    """Buffers that all graphs share: as large as the largest step needs, smaller ones use their beginnings."""
 
     words: Tensor  # int32 [table_begin of the largest]
-    tables: Tensor  # int32 [largest, max_blocks]
-    logits: Tensor  # float32 [largest, vocab_size]
+    tables: Tensor  # int32 [sequences of the largest, max_blocks]
+    logits: Tensor  # float32 [largest batch, vocab_size]
+    hidden: Tensor  # [most rows, hidden_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Graph:
-    """The graph of one batch size; its tensors are the beginnings of the shared ones."""
+    """The graph of one size; its tensors are the beginnings of the shared ones."""
 
     layout: StepLayout
     words: Tensor  # int32 [table_begin]
-    tables: Tensor  # int32 [batch, max_blocks]
-    token_ids: Tensor  # int64 [batch], within `words`
-    logits: Tensor  # float32 [batch, vocab_size]
+    step: DeviceStep
+    """Views of `words`, and the tables."""
+    result: Tensor
+    """Of every row: logits, or hidden states before the final norm where the step has chunks."""
     replay: Callable[[], None]
 
 
-class DecodeGraphs:
+class CudaStepGraphs:
     """Graphs of one model over one cache. Used by one thread, the engine's."""
 
     def __init__(
@@ -86,72 +102,139 @@ class DecodeGraphs:
         recorder: Recorder,
         *,
         batch_sizes: Sequence[int],
+        chunk_sizes: Sequence[int] = (),
         max_length: int,
         block_size: int,
     ) -> None:
-        """`max_length`: tokens of the longest sequence."""
+        """`batch_sizes`: sequences of steps that only decode. `chunk_sizes`: rows of steps that compute several of one
+        sequence. `max_length`: tokens of the longest sequence.
+        """
         self._model = model
         self._attention = attention
         self._recorder = recorder
         self._batch_sizes = sorted(batch_sizes)
+        self._chunk_sizes = sorted(chunk_sizes)
         self._max_length = max_length
+        self._chunk_splits = attention.num_splits(_USUAL_SINGLE, max_length)
         self._max_blocks = -(-max_length // block_size)
-        self._graphs: dict[int, _Graph] = {}
+        self._batches: dict[int, _Graph] = {}
+        self._chunks: dict[int, _Graph] = {}
 
     def capture(self) -> None:
-        """Record every batch size. The recorded runs write no cache block."""
+        """Record every size. The recorded runs write no cache block."""
         gc.collect()  # an earlier engine's graphs must not be destroyed during a capture
-        buffers = self._make_buffers()
-        for batch in reversed(self._batch_sizes):
-            self._graphs[batch] = self._capture_batch(batch, buffers)
+        layouts = {rows: self._chunk_layout(rows) for rows in reversed(self._chunk_sizes)}
+        batches = {
+            batch: StepLayout(num_rows=batch, num_single=batch, num_several=0) for batch in reversed(self._batch_sizes)
+        }
+        buffers = self._make_buffers([*layouts.values(), *batches.values()])
+        for rows, layout in layouts.items():
+            self._chunks[rows] = self._capture_chunks(layout, buffers)
+        for batch, layout in batches.items():
+            self._batches[batch] = self._capture_batch(layout, buffers)
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
         """See StepGraphs. Waits for nothing.
 
-        Serves only steps of single rows, at most as many as the largest batch, within the tables' width.
+        Serves steps of single rows, at most as many as the largest batch, and those with chunks, of at most as many
+        rows as the largest of them; all within the tables' width.
         """
-        count = len(inputs.starts)
-        place = bisect_left(self._batch_sizes, count)
-        fits = count == inputs.num_single and inputs.tables.shape[1] <= self._max_blocks
-        if not fits or place == len(self._batch_sizes):
-            return None
-        graph = self._graphs.get(self._batch_sizes[place])
+        only_decodes = len(inputs.starts) == inputs.num_single
+        graph = self._graph_of(inputs, only_decodes)
         if graph is None:
             return None
+        count = len(inputs.token_ids)
+        self._load(inputs, graph)
+        graph.step.token_ids[:count].copy_(token_ids)
+        graph.replay()
+        wanted = graph.result[:count] if rows is None else graph.result.index_select(0, rows)
+        return wanted if only_decodes else self._model.logits(wanted)
+
+    def _graph_of(self, inputs: StepInputs, only_decodes: bool) -> _Graph | None:
+        """The smallest graph that has room for a step."""
+        sizes, graphs = (self._batch_sizes, self._batches) if only_decodes else (self._chunk_sizes, self._chunks)
+        place = bisect_left(sizes, len(inputs.token_ids))
+        if inputs.tables.shape[1] > self._max_blocks or place == len(sizes):
+            return None
+        graph = graphs.get(sizes[place])
+        return graph if graph is not None and graph.layout.holds(inputs) else None
+
+    def _load(self, inputs: StepInputs, graph: _Graph) -> None:
+        """Copy a step's arrays into the graph's buffers."""
         words, tables = upload(inputs, graph.layout, self._model.device)
         graph.words.copy_(words)
-        graph.tables[:count, : tables.shape[1]].copy_(tables)
-        graph.token_ids[:count].copy_(token_ids)
-        graph.replay()
-        return graph.logits[:count] if rows is None else graph.logits.index_select(0, rows)
+        singles, width = inputs.num_single, tables.shape[1]
+        graph.step.tables[:singles, :width].copy_(tables[:singles])
+        if len(tables) > singles:
+            begin = graph.layout.num_single
+            graph.step.tables[begin : begin + len(tables) - singles, :width].copy_(tables[singles:])
 
-    def _make_buffers(self) -> _Buffers:
-        largest, device = self._batch_sizes[-1], self._model.device
-        words = StepLayout(num_rows=largest, num_seqs=largest).table_begin
+    def _chunk_layout(self, rows: int) -> StepLayout:
+        """Room for every combination of sequences with one row and with several, up to the largest batch of both, but
+        not for more idle programs than are worth their time.
+        """
+        most = self._batch_sizes[-1]
+        programs = self._attention.spec.config.num_kv_heads * self._chunk_splits
+        return StepLayout(
+            num_rows=rows,
+            num_single=min(rows, most, max(1, _MAX_IDLE_PROGRAMS // programs)),
+            num_several=min(rows // 2, most),
+        )
+
+    def _make_buffers(self, layouts: Sequence[StepLayout]) -> _Buffers:
+        config, device = self._model.config, self._model.device
+        words = max(layout.table_begin for layout in layouts)
+        sequences = max(layout.num_single + layout.num_several for layout in layouts)
         return _Buffers(
             words=torch.zeros(words, dtype=torch.int32, device=device),
-            tables=torch.zeros(largest, self._max_blocks, dtype=torch.int32, device=device),
-            logits=torch.zeros(largest, self._model.config.vocab_size, dtype=torch.float32, device=device),
+            tables=torch.zeros(sequences, self._max_blocks, dtype=torch.int32, device=device),
+            logits=torch.zeros(self._batch_sizes[-1], config.vocab_size, dtype=torch.float32, device=device),
+            hidden=torch.zeros(
+                max(self._chunk_sizes, default=0), config.hidden_size, dtype=self._attention.dtype, device=device
+            ),
         )
 
-    def _capture_batch(self, batch: int, buffers: _Buffers) -> _Graph:
-        layout = StepLayout(num_rows=batch, num_seqs=batch)
-        words = buffers.words[: layout.table_begin].zero_()
-        step = layout.views(words, buffers.tables[:batch])
-        step.slots.fill_(-1)
-        logits = buffers.logits[:batch]
+    def _capture_batch(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
+        words, step = self._blank_step(layout, buffers)
+        logits = buffers.logits[: layout.num_rows]
+        splits = self._attention.num_splits(layout.num_single, self._max_length)
 
         def work() -> None:
-            plan = CudaAttentionPlan(self._attention, step, num_single=batch, max_length=self._max_length)
+            plan = CudaAttentionPlan(self._attention, step, num_splits=splits)
             logits.copy_(self._model.logits(self._model.forward(step.token_ids, plan, None)))
 
-        replay = self._recorder.record(work)
-        return _Graph(
-            layout=layout, words=words, tables=step.tables, token_ids=step.token_ids, logits=logits, replay=replay
-        )
+        return _Graph(layout=layout, words=words, step=step, result=logits, replay=self._recorder.record(work))
+
+    def _capture_chunks(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
+        words, step = self._blank_step(layout, buffers)
+        hidden = buffers.hidden[: layout.num_rows]
+
+        def work() -> None:
+            plan = CudaAttentionPlan(self._attention, step, num_splits=self._chunk_splits, has_spare_rows=True)
+            hidden.copy_(self._model.forward(step.token_ids, plan, None))
+
+        return _Graph(layout=layout, words=words, step=step, result=hidden, replay=self._recorder.record(work))
+
+    def _blank_step(self, layout: StepLayout, buffers: _Buffers) -> tuple[Tensor, DeviceStep]:
+        """A step without sequences, all of it padding."""
+        words = buffers.words[: layout.table_begin].zero_()
+        step = layout.views(words, buffers.tables[: layout.num_single + layout.num_several])
+        step.slots.fill_(-1)
+        return words, step
 
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:
     """Batch sizes 1, 2, 4, multiples of 8 up to 64, then of 32, up to `largest`: few graphs, little padding."""
     sizes = {1, 2, 4, *range(8, min(largest, 64) + 1, 8), *range(96, largest + 1, 32), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def graph_chunk_sizes(largest: int, spec: ModelSpec) -> tuple[int, ...]:
+    """Numbers of rows of steps with chunks, up to `largest`, as far as a model's layers are launched more slowly than
+    they are computed: few graphs, since each delays the start.
+    """
+    heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    weights = spec.hidden_size * (heads + 3 * spec.layers[0].intermediate_size)
+    largest = min(largest, max(32, min(_MAX_CHUNK_ROWS, _HIDDEN_PRODUCTS // weights)))
+    sizes = {32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, largest}
     return tuple(sorted(size for size in sizes if size <= largest))

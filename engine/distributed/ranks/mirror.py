@@ -49,7 +49,7 @@ class Mirror:
         """Fetch the prompts' blocks that this batch has computed, which peers may read next. Raises RankLost."""
         blocks = [
             block
-            for request, start, num_tokens, _ in batch.items
+            for request, start, num_tokens, *_ in batch.items
             if request.prefill_only
             for block in request.block_table.ids[: -(-(start + num_tokens) // self._block_size)]
         ]

@@ -49,6 +49,15 @@ class CpuAttentionShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    scale: float | None = None
+    """Factor on products of queries and keys; None: `head_dim ** -0.5`."""
+    soft_cap: float | None = None
+    """Bound that scaled products are bent to; None: unbounded."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on products of queries and keys."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def group_size(self) -> int:
@@ -64,6 +73,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_units", "num_singles", "num_segments", "table_stride")),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads")),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )
 
 
@@ -94,7 +104,9 @@ class PagedAttention:
         self.shape = shape
         self.num_threads = num_threads
         reduced = shape.dtype is torch.bfloat16
-        tiles = reduced and library.features.amx_bf16
+        # Only the kernel in plain vectors bends scores.
+        deterministic = deterministic or shape.soft_cap is not None
+        tiles = reduced and library.features.amx_bf16 and shape.soft_cap is None
         self._tiles = int(tiles)
         self._unit_rows = _TILE_UNIT_ROWS if tiles else _VECTOR_UNIT_ROWS
         name = "amx" if tiles else "bf16" if reduced else "f32"
@@ -132,7 +144,8 @@ class PagedAttention:
             head_dim=shape.head_dim,
             block_size=shape.block_size,
             num_threads=num_threads,
-            scale=shape.head_dim**-0.5,
+            scale=shape.score_scale,
+            soft_cap=shape.soft_cap or 0.0,
         )
         return AttentionMetadata(
             step=step,

@@ -130,7 +130,7 @@ class PagedInt8Attention:
         self.shape = shape
         self.num_threads = num_threads
         self._windows = tuple(dict.fromkeys(windows))
-        self._in_place = not deterministic
+        self._in_place = not deterministic and shape.soft_cap is None
         self._partials = torch.empty(0)
         self._blocks = torch.empty(0, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=shape.dtype)
         self._max_blocks = max(1, _RESTORED_BYTES // (self._vectors_per_block * shape.head_dim * shape.dtype.itemsize))
@@ -156,7 +156,7 @@ class PagedInt8Attention:
             head_dim=shape.head_dim,
             block_size=shape.block_size,
             num_threads=num_threads,
-            scale=shape.head_dim**-0.5,
+            scale=shape.score_scale,
         )
         return Int8Metadata(
             step=step,

@@ -16,10 +16,11 @@ from engine.kernels.cpu.attention import CpuAttentionShape, PagedAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelArchitecture, parse_model_config
+from engine.model.config import parse_model_config
 from engine.model.layers.attention import AttentionSpec
 from engine.model.layers.rope import RotaryEmbedding
 from engine.model.layers.torch_attention import TorchAttention
+from engine.model.spec import ModelSpec
 from engine.types.step_inputs import IntArray, StepInputs
 from tandem.values.kv_layout import KVLayout
 
@@ -101,14 +102,15 @@ class AttentionBench:
         )
 
     def _alternate(
-        self, config: ModelArchitecture, cache: PagedKVCache, inputs: StepInputs, rounds: int
+        self, config: ModelSpec, cache: PagedKVCache, inputs: StepInputs, rounds: int
     ) -> tuple[float, float, float]:
-        shape, rope = self.shape, RotaryEmbedding(config.rope, config.head_dim)
+        shape, rope = self.shape, RotaryEmbedding(config.ropes[0], config.head_dim)
         attention = PagedAttention(self._library, shape, num_threads=self._num_threads)
         elementwise = CpuElementwise(self._library, shape.dtype, num_threads=self._num_threads)
         angles = rope.half_angles(torch.from_numpy(inputs.positions))
         rotation, plan = elementwise.plan_rotation(shape, *angles, inputs.slots), attention.plan(inputs)
-        spec = AttentionSpec(config=config, rope=rope, head_norms=None, dtype=shape.dtype)
+        layers = (0,) * config.num_layers
+        spec = AttentionSpec(config=config, ropes=(rope,), rope_of_layer=layers, head_norms=None, dtype=shape.dtype)
         reference = TorchAttention(spec, cache).plan(inputs)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv = torch.randn(plan.num_rows, heads, shape.head_dim).to(shape.dtype)
@@ -137,7 +139,7 @@ def measure_all(library: KernelLibrary, num_threads: int) -> list[AttentionFigur
     return decode + [bench.measure(f"{count} rows after {start}", [start], [count]) for start, count in PREFILL]
 
 
-def _config(shape: CpuAttentionShape, num_layers: int) -> ModelArchitecture:
+def _config(shape: CpuAttentionShape, num_layers: int) -> ModelSpec:
     return parse_model_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -156,7 +158,7 @@ def _config(shape: CpuAttentionShape, num_layers: int) -> ModelArchitecture:
     )
 
 
-def _cache(config: ModelArchitecture, block_size: int, num_blocks: int) -> PagedKVCache:
+def _cache(config: ModelSpec, block_size: int, num_blocks: int) -> PagedKVCache:
     layout = KVLayout(
         model_fingerprint="",
         dtype="bfloat16",

@@ -63,6 +63,7 @@ class _Variant:
     head_dim: int
     group: int
     window: int = 0
+    soft_cap: float = 0.0
     deterministic: bool = False
     representative: bool = False
 
@@ -73,7 +74,8 @@ class _Variant:
     @property
     def name(self) -> str:
         parts = [self.dtype, self.cache, f"d{self.head_dim}", f"g{self.group}"]
-        parts += [f"w{self.window}"] * bool(self.window) + ["fixed"] * self.deterministic
+        parts += [f"w{self.window}"] * bool(self.window) + ["capped"] * bool(self.soft_cap)
+        parts += ["fixed"] * self.deterministic
         return "-".join(parts)
 
     @property
@@ -113,6 +115,7 @@ def _variants() -> Iterator[_Variant]:
                 if head_dim in (64, 128, 256):
                     yield _Variant(dtype=dtype, cache=cache, head_dim=head_dim, group=4, deterministic=True)
             yield _Variant(dtype=dtype, cache=cache, head_dim=128, group=4, window=4096)
+            yield _Variant(dtype=dtype, cache=cache, head_dim=256, group=2, window=4096, soft_cap=72.0)
         for group in (1, 7, 8, 16):
             yield _Variant(dtype=dtype, cache="same", head_dim=128, group=group)
     yield _Variant(dtype="fp32", cache="same", head_dim=64, group=2, deterministic=True, representative=True)
@@ -132,6 +135,7 @@ def _prefill(v: _Variant, table: LaunchTable) -> AotCase:
             "FIXED_KEYS": launch.fixed_keys,
             "BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)),
             "BLOCK_N": launch.block_n,
+            "SOFT_CAP": v.soft_cap,
         },
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -150,7 +154,9 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
         name=f"flash_decode {v.name}",
         kernel=flash_decode_kernel,
         types=types,
-        constants=v.geometry | split | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)), "PDL": True},
+        constants=v.geometry
+        | split
+        | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)), "SOFT_CAP": v.soft_cap, "PDL": True},
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         representative=v.representative,

@@ -15,16 +15,18 @@ def attend_keys(
     state, queries, positions, pages_ptr, scales_ptr, table_ptr, kv_head, begin, end, score_scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row attends to all of them.
 
-    score_scale: above zero. scales_ptr: scales of tokens. With one scale per head, `score_scale` includes the keys',
-    and the caller must apply the values' to the result.
+    score_scale: above zero. SOFT_CAP: bound that scaled scores are bent to, in base two; 0: none. scales_ptr: scales of
+    tokens. With one scale per head, `score_scale` includes the keys', and the caller must apply the values' to the
+    result.
     """
     largest, total, acc = state
     BLOCK_D: tl.constexpr = queries.shape[1]
     dims = tl.arange(0, BLOCK_D)
+    rest_scale = 1.0 if SOFT_CAP > 0.0 else score_scale
     for first in tl.range(begin, end, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
         inside = keys < end
@@ -38,15 +40,18 @@ def attend_keys(
         if scales_ptr is not None:
             scale_where = scales_ptr + block * SCALE_STRIDE + line
             scores *= tl.load(scale_where, mask=inside, other=0.0)[None, :]
+        if SOFT_CAP > 0.0:
+            # The hyperbolic tangent by the exponential function, which is infinite where the quotient is zero.
+            scores = SOFT_CAP - 2.0 * SOFT_CAP / (tl.exp2(scores * (score_scale * 2.8853900817779268 / SOFT_CAP)) + 1.0)
         if MASKED:
             visible = inside[None, :] & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         # Scaled here and not before: multiplication and subtraction are one operation.
-        higher = tl.maximum(largest, tl.max(scores, 1) * score_scale)
+        higher = tl.maximum(largest, tl.max(scores, 1) * rest_scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
-        weights = tl.exp2(scores * score_scale - base[:, None])
+        weights = tl.exp2(scores * rest_scale - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(where + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)

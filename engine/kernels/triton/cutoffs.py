@@ -21,7 +21,8 @@ from engine.kernels.triton.noise import gumbel_of, uniform_tile
 
 LEAST = tl.constexpr(-2139095040)
 """Order of the lowest finite float."""
-_NOWHERE = tl.constexpr(2**31 - 1)
+NOWHERE = tl.constexpr(2**31 - 1)
+"""A token that no vocabulary has."""
 
 
 @triton.jit
@@ -40,24 +41,22 @@ def scaled(x, temperature):
 @triton.jit
 def first_of(found, tokens):
     """The lowest token where `found` is true."""
-    return tl.min(tl.where(found, tokens, _NOWHERE), 0)
+    return tl.min(tl.where(found, tokens, NOWHERE), 0)
 
 
 @triton.jit
-def draw(x, tokens, quads, position, choice, seed):
-    """The largest of logits plus noise, and its token; minus infinity where every logit is. `quads`: token // 4 of
-    every fourth token.
+def draw(x, tokens, quads, position, choice, seed, peak, best, winner):
+    """The largest of logits plus noise and of `best`, with its token; of equal ones, the lowest token. `quads`: token
+    // 4 of every fourth token; `peak`: the logits' largest, or more; not infinite.
 
     Noise is dear, so few tokens get it: x - log(v), v the uniform variate, is cheap to compare, and no less than the
     logit with noise, x - log(-log(1 - v)). So tokens are tried in the order of that bound until none can win.
     """
+    # The condition makes the compiler hold the variates as it holds the logits; those that it replaces are not used.
     variates = tl.where(x > float("-inf"), uniform_tile(quads, position, choice, seed), 1.0)
-    peak = tl.maximum(tl.max(x, 0), -3e38)
     bounds = variates * tl.exp(tl.minimum(peak - x, 87.0))  # exp(peak - bound): the lowest is tried first
     lowest = tl.min(bounds, 0)
-    limit = tl.full([], 1.0, tl.float32)  # the peak's bound is less than this; without finite logits none is
-    best = tl.full([], float("-inf"), tl.float32)
-    winner = tl.full([], _NOWHERE, tl.int32)
+    limit = _limit(peak, best)
     while lowest < limit:
         token = first_of(bounds == lowest, tokens)
         here = tokens == token
@@ -65,12 +64,20 @@ def draw(x, tokens, quads, position, choice, seed):
         y = tl.max(tl.where(here, x, float("-inf")), 0) + noise
         winner = tl.where((y > best) | ((y == best) & (token < winner)), token, winner)
         best = tl.maximum(best, y)
-        # With room for rounding. Noise is less than 23, and more than -3; exp(60) is less than the bound of any logit
-        # that is lower by 87 or more.
-        limit = tl.exp(tl.minimum(peak - best + (1e-3 + tl.abs(best) * 2.4e-7), 60.0))
+        limit = _limit(peak, best)
         bounds = tl.where(here, float("inf"), bounds)
         lowest = tl.min(bounds, 0)
     return best, winner
+
+
+@triton.jit
+def _limit(peak, best):
+    """What `bounds` of tokens that may reach `best` are less than, with room for rounding.
+
+    Noise lies between -3 and 23: so logits 60 below the peak never win, and bounds of those 87 below, of minus infinity
+    too, exceed exp(60).
+    """
+    return tl.exp(tl.minimum(peak - best + (1e-3 + tl.abs(best) * 2.4e-7), 60.0))
 
 
 @triton.jit
@@ -87,7 +94,7 @@ def list_groups(orders, least, listed_ptr, BLOCK: tl.constexpr):
 def _listed_group(listed_ptr, index, num_listed, PER_GROUP: tl.constexpr):
     """Index of an element of a list's groups, `PER_GROUP` elements each, in the row; beyond the list, a huge one."""
     place = index // PER_GROUP
-    group = tl.load(listed_ptr + place, mask=place < num_listed, other=_NOWHERE // PER_GROUP - 1)
+    group = tl.load(listed_ptr + place, mask=place < num_listed, other=NOWHERE // PER_GROUP - 1)
     return group * PER_GROUP + index % PER_GROUP
 
 
@@ -124,10 +131,11 @@ def kth_listed(
     """
     bound = (least & most) + ((least ^ most) >> 1)
     while bound > least:
-        reached = tl.full([], 0, tl.int32)
+        tally = tl.zeros([BLOCK], tl.int32)
         for begin in tl.range(0, num_listed * GROUP, BLOCK):
             _, x = _listed_logits(x_ptr, size, temperature, listed_ptr, num_listed, begin, GROUP, BLOCK)
-            reached += tl.sum((order_of(x) >= bound).to(tl.int32), 0)
+            tally += (order_of(x) >= bound).to(tl.int32)
+        reached = tl.sum(tally, 0)
         least = tl.where(reached >= k, bound, least)
         most = tl.where(reached > k, most, bound)
         bound = (least & most) + ((least ^ most) >> 1)
@@ -139,26 +147,24 @@ def mass_listed(
     x_ptr, size, temperature, listed_ptr, num_listed, least, peak, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The sum of exp(x - peak) over tokens of the listed groups whose order is `least` or more."""
-    mass = tl.full([], 0.0, tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, num_listed * GROUP, BLOCK):
         _, x = _listed_logits(x_ptr, size, temperature, listed_ptr, num_listed, begin, GROUP, BLOCK)
-        mass += tl.sum(tl.where(order_of(x) >= least, tl.exp(x - peak), 0.0), 0)
-    return mass
+        mass += tl.where(order_of(x) >= least, tl.exp(x - peak), 0.0)
+    return tl.sum(mass, 0)
 
 
 @triton.jit
 def draw_listed(
-    x_ptr, size, temperature, position, choice, seed, listed_ptr, num_listed, least, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, size, temperature, position, choice, seed, listed_ptr, num_listed, least, peak, best, winner,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The winner among tokens of the listed groups whose order is `least` or more; zero without any."""
-    best = tl.full([], float("-inf"), tl.float32)
-    winner = tl.full([], 0, tl.int32)
+    """The token of the largest of `best`, which is `winner`'s, and of logits plus noise of the listed groups' tokens
+    whose order is `least` or more.
+    """
     for begin in tl.range(0, num_listed * GROUP, BLOCK):
         tokens, x = _listed_logits(x_ptr, size, temperature, listed_ptr, num_listed, begin, GROUP, BLOCK)
         x = tl.where(order_of(x) >= least, x, float("-inf"))
         quads = _listed_group(listed_ptr, begin // 4 + tl.arange(0, BLOCK // 4), num_listed, GROUP // 4)
-        highest, token = draw(x, tokens, quads, position, choice, seed)
-        winner = tl.where(highest > best, token, winner)
-        best = tl.maximum(best, highest)
+        best, winner = draw(x, tokens, quads, position, choice, seed, peak, best, winner)
     return winner

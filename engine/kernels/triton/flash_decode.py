@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.triton.attention_tiles import attend_keys, empty_state, first_key_of, merge_states
 from engine.kernels.triton.dependent_launch import wait_for_previous
-from engine.kernels.triton.paged_prefill import score_scale
+from engine.kernels.triton.paged_prefill import base_two, score_scale
 from engine.kernels.triton.pages import LayerPages, power_of_two
 from engine.kernels.triton.tuning import DecodeLaunch
 
@@ -68,7 +68,7 @@ def flash_decode_kernel(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence and key-value head; with a single split, directly into the result."""
     wait_for_previous(PDL)
@@ -90,7 +90,7 @@ def flash_decode_kernel(
     largest, total, acc = attend_keys(
         empty_state(BLOCK_M, BLOCK_D), queries, positions, pages_ptr, scales_ptr,
         tables_ptr + sequence * table_stride, kv_head, begin, end, score_scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, BLOCK_N, True,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, BLOCK_N, True, SOFT_CAP,
     )  # fmt: skip
     if NUM_SPLITS > 1:
         part = (sequence * NUM_KV_HEADS * GROUP + head) * NUM_SPLITS + split
@@ -157,6 +157,8 @@ def flash_decode(
     workspace: DecodeWorkspace | None,
     launch: DecodeLaunch,
     pdl: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Attend one row per sequence, whose own key is in the cache already; fills `out`.
 
@@ -165,7 +167,7 @@ def flash_decode(
     lengths: int32 `[num_seqs]`, the row included; 0 for padding, whose result is zeros.
     workspace: its number of splits is used, for at least `num_seqs` sequences; None for one split. With
     `launch.fixed_keys`, splits times `fixed_keys` must reach the longest sequence.
-    pdl: start while the kernel before ends.
+    pdl: start while the kernel before ends. scale, soft_cap: as in `paged_prefill`.
     """
     num_seqs, num_heads, head_dim = queries.shape
     if not num_seqs:
@@ -178,12 +180,13 @@ def flash_decode(
     sums, stats = (workspace.sums, workspace.stats) if workspace else (None, None)
     flash_decode_kernel[(num_seqs, layer.num_kv_heads, splits)](
         queries, layer.pages, layer.token_scales, layer.head_scales, out, sums, stats, tables, lengths,
-        queries.stride(0), out.stride(0), tables.stride(0), score_scale(head_dim),
+        queries.stride(0), out.stride(0), tables.stride(0), score_scale(head_dim, scale),
         NUM_KV_HEADS=layer.num_kv_heads,
         BLOCK_SIZE=layer.block_size,
         BLOCK_STRIDE=layer.block_stride,
         SCALE_STRIDE=layer.scale_stride,
         BLOCK_M=max(launch.block_m, power_of_two(group, 16)),
+        SOFT_CAP=base_two(soft_cap),
         PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

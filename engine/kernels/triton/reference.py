@@ -3,8 +3,6 @@
 Arguments are the launchers'; sums are computed in float32 (float64 for float32 inputs would hide nothing here).
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,6 +22,8 @@ def attention(
     starts: Tensor,
     counts: Tensor,
     window: int | None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attend `[num_rows, num_heads, head_dim]`: sequences one after another, `counts` rows each from `starts`.
 
@@ -43,7 +43,9 @@ def attention(
         if window is not None:
             visible &= key > position - window
         rows = queries[row : row + count].float().transpose(0, 1)
-        scores = rows @ keys.transpose(1, 2) / math.sqrt(layer.head_dim)
+        scores = rows @ keys.transpose(1, 2) * (layer.head_dim**-0.5 if scale is None else scale)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out[row : row + count] = (weights @ values).transpose(0, 1)
         row += count

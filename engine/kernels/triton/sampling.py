@@ -8,6 +8,8 @@ temperature 0 is greedy: no noise, no cut-offs. The share of top-p is taken of e
 ties included. A row that holds NaN or infinity, or nothing finite, is detected while it is read, and gets no token.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from engine.kernels.triton.cutoffs import (
     LEAST,
+    NOWHERE,
     draw,
     draw_listed,
     first_of,
@@ -37,7 +40,7 @@ _SMALLEST_GROUP = 32
 """Tokens whose logits fill a cache line, so that reading fewer of them together would save nothing."""
 _MOST_GROUPS = 8192
 """Groups of one row: their largest logits are held in registers."""
-_SELECT_WARPS = 8
+_SURVEY_WARPS, _SELECT_WARPS = 4, 8
 _UNUSABLE = tl.constexpr(UNUSABLE)
 
 # The sampling parameters of all rows lie in one array, one kind after the other, so a kind's alignment depends on the
@@ -108,12 +111,13 @@ def survey_kernel(
         if (temperature > 0.0) & ~_is_limited(tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), vocab_size):
             position, choice = tl.load(position_ptr + row), tl.load(choice_ptr + row)
             quads = first // 4 + tl.arange(0, BLOCK // 4)
-            best, token = draw(x, tokens, quads, position, choice, tl.load(seed_ptr + row))
+            peak = tl.maximum(tl.max(marked, 0), -3e38)  # finite, in sections without candidates too
+            none, nowhere = tl.full([], float("-inf"), tl.float32), tl.full([], NOWHERE, tl.int32)
+            best, token = draw(x, tokens, quads, position, choice, tl.load(seed_ptr + row), peak, none, nowhere)
             sections_ptr += place * 4
             tl.store(sections_ptr, best)
             tl.store(sections_ptr + 1, token.to(tl.float32, bitcast=True))
             if tl.load(top_p_ptr + row) < 1.0:
-                peak = tl.maximum(tl.max(marked, 0), -3e38)  # finite, in sections without candidates too
                 tl.store(sections_ptr + 2, peak)
                 tl.store(sections_ptr + 3, tl.sum(tl.exp(x - peak), 0))
 
@@ -124,49 +128,53 @@ def _sampled_token(
     num_sections, GROUP: tl.constexpr, PER_SECTION: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token of one row above temperature zero; `orders`: of the largest logit of each group."""
+    # What is noted of the sections; nothing in rows with min-p or top-k: a section's winner may be anything.
+    limited = _is_limited(min_p, top_k, size)
+    section = tl.arange(0, BLOCK_GROUPS // PER_SECTION)
+    notes_ptr, noted = sections_ptr + section * 4, section < tl.where(limited, 0, num_sections)
+    bests = tl.load(notes_ptr, mask=noted, other=float("inf"))
+    winners = tl.load(notes_ptr + 1, mask=noted, other=0.0).to(tl.int32, bitcast=True)
+    x = tl.load(x_ptr + winners, mask=noted & (winners < size), other=float("-inf"))
+    reached = order_of(scaled(x, temperature))
+
+    least, mass = tl.full([], LEAST, tl.int32), tl.full([], 0.0, tl.float32)
     checking = top_p < 1.0  # else the mass is not needed
-    if _is_limited(min_p, top_k, size):
-        least = tl.full([], LEAST, tl.int32)
+    if limited:
         if min_p > 0.0:
             least = tl.maximum(least, order_of(peak + accurate_log(min_p)))
-        k, most = top_k.to(tl.int32), order_of(peak) + 1
-        cuts_k = (top_k > 0) & (top_k < size)
+        k, most = tl.minimum(top_k, size).to(tl.int32), order_of(peak) + 1
+        cuts_k = (k > 0) & (k < size)
         if cuts_k:
             least = tl.maximum(least, kth_bound(orders, num_sections * PER_SECTION, most, k, BLOCK_GROUPS))
         listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
         if cuts_k:
             least = kth_listed(x_ptr, size, temperature, listed_ptr, listed, least, most, k, GROUP, BLOCK)
-        token = draw_listed(x_ptr, size, temperature, position, choice, seed, listed_ptr, listed, least, GROUP, BLOCK)
-        needed = tl.where(checking, listed, 0)
-        mass = mass_listed(x_ptr, size, temperature, listed_ptr, needed, least, peak, GROUP, BLOCK)
-    else:
-        needed = tl.where(checking, num_sections, 0)
-        token, mass = _drawn_of_sections(sections_ptr, num_sections, needed, peak, BLOCK_GROUPS // PER_SECTION)
-    while checking:
-        # Whether the tokens above this one leave it out; the largest is kept even when its share rounds to zero.
-        value = scaled(tl.load(x_ptr + token), temperature)
-        least = order_of(value) + 1
-        listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
-        above = mass_listed(x_ptr, size, temperature, listed_ptr, listed, least, peak, GROUP, BLOCK)
-        checking = (above >= top_p * mass) & (value < peak)
         if checking:
-            token = draw_listed(
-                x_ptr, size, temperature, position, choice, seed, listed_ptr, listed, least, GROUP, BLOCK
-            )
+            mass = mass_listed(x_ptr, size, temperature, listed_ptr, listed, least, peak, GROUP, 2 * BLOCK)
+    elif checking:
+        peaks = tl.load(notes_ptr + 2, mask=noted, other=float("-inf"))
+        mass = tl.sum(tl.load(notes_ptr + 3, mask=noted, other=0.0) * tl.exp(peaks - peak), 0)
+
+    token, searching = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
+    while searching:
+        # The best of the noted winners that are kept; and what is kept of sections whose winner is not, if it may win.
+        kept = reached >= least
+        best = tl.max(tl.where(kept, bests, float("-inf")), 0)
+        token = first_of(kept & (bests == best), winners)
+        open_sections = tl.broadcast_to(((bests >= best) & ~kept)[:, None], [BLOCK_GROUPS // PER_SECTION, PER_SECTION])
+        candidates = tl.where(tl.reshape(open_sections, [BLOCK_GROUPS]), orders, LEAST - 1)
+        listed = list_groups(candidates, least, listed_ptr, BLOCK_GROUPS)
+        token = draw_listed(x_ptr, size, temperature, position, choice, seed, listed_ptr, listed, least, peak, best,
+                            token, GROUP, BLOCK)  # fmt: skip
+        searching = checking
+        if checking:
+            # Do the tokens above this one leave it out? The largest is kept even when its share rounds to zero.
+            value = scaled(tl.load(x_ptr + token), temperature)
+            least = order_of(value) + 1
+            listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
+            above = mass_listed(x_ptr, size, temperature, listed_ptr, listed, least, peak, GROUP, 2 * BLOCK)
+            searching = (above >= top_p * mass) & (value < peak)
     return token
-
-
-@triton.jit
-def _drawn_of_sections(sections_ptr, num_sections, num_weighed, peak, BLOCK: tl.constexpr):
-    """The winner of a row's draw, from the notes on its sections, and the sum of exp(x - peak) over `num_weighed`."""
-    section = tl.arange(0, BLOCK)
-    here = section < num_sections
-    notes_ptr = sections_ptr + section * 4
-    best = tl.load(notes_ptr, mask=here, other=float("-inf"))
-    winners = tl.load(notes_ptr + 1, mask=here, other=0.0).to(tl.int32, bitcast=True)
-    peaks = tl.load(notes_ptr + 2, mask=section < num_weighed, other=float("-inf"))
-    sums = tl.load(notes_ptr + 3, mask=section < num_weighed, other=0.0)
-    return first_of(best == tl.max(best, 0), winners), tl.sum(sums * tl.exp(peaks - peak), 0)
 
 
 @triton.jit(
@@ -246,19 +254,34 @@ class TritonSampling:
             listed = torch.empty_like(maxima, dtype=torch.int32)
             draw = (params.temperature, params.min_p, params.top_p, params.top_k,
                     params.seed, params.position, params.choice)  # fmt: skip
+        if penalties is not None and penalties.drafts is not None:
+            return self._choose_after_drafts(logits, params, penalties)
         if penalties is not None:
             adjusted = torch.empty_like(logits)
             marks = (penalties.counts.counts, penalties.slots)
             factors = (penalties.repetition, penalties.presence, penalties.frequency)
         survey_kernel[(num_rows, num_sections)](
-            logits, adjusted, maxima, sections, *draw, *marks, *factors, vocab_size, GROUP=group, BLOCK=_BLOCK
-        )
+            logits, adjusted, maxima, sections, *draw, *marks, *factors, vocab_size,
+            GROUP=group, BLOCK=_BLOCK, num_warps=_SURVEY_WARPS,
+        )  # fmt: skip
         select_kernel[(num_rows,)](
             logits if adjusted is None else adjusted, maxima, out, sections, listed, *draw, *marks, vocab_size,
             GROUP=group, PER_SECTION=per_section, BLOCK_GROUPS=power_of_two(num_groups), BLOCK=_BLOCK,
             num_warps=_SELECT_WARPS,
         )  # fmt: skip
         return out
+
+    def _choose_after_drafts(self, logits: Tensor, params: DrawParams | None, penalties: Penalties) -> Tensor:
+        """Choose with counts that no two rows share: copies, in which drafts are counted as well. Edits are made."""
+        rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        slots = torch.where(penalties.slots >= 0, rows, -1).to(torch.int32)
+        counts = TokenCounts(counts=replace(penalties, slots=penalties.slots.clamp(min=0)).seen(rows.long()))
+        tokens = self.choose(logits, params, penalties=replace(penalties, counts=counts, slots=slots, drafts=None))
+        counted = (penalties.is_counted() & (tokens != UNUSABLE)).to(torch.int32)
+        penalties.counts.counts.index_put_(
+            (penalties.slots.clamp(min=0).long(), tokens.clamp(min=0)), 2 * counted, accumulate=True
+        )
+        return tokens
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """See SamplingKernels. Torch operators suffice: making the masks on the host takes many times as long."""

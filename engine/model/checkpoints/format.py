@@ -82,6 +82,7 @@ def check_choice(fields: Fields, name: str, supported: Collection[Any], default:
     """A field that has one of a few values. Raises ConfigError, naming those that are supported."""
     value = fields.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) != isinstance(default, bool) or value not in supported:
+    # By type as well: JSON's 4.0 and true equal 4 and 1, and bits cannot be shifted by them.
+    if not any(type(value) is type(one) and value == one for one in supported):
         raise fields.error(name, f"must be one of {', '.join(map(str, supported))}, is {value!r:.40}")
     return value

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.model.checkpoints.format import PartSpec, QuantizedFormat
 from engine.model.checkpoints.safetensors_files import Checkpoint
 from engine.model.checkpoints.stored_matrix import StoredMatrix
-from engine.model.config import ModelArchitecture
 from engine.model.shard import TensorSlice
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
 
 _WEIGHT = ".weight"
@@ -101,7 +101,7 @@ class RestoredCheckpoint:
         for part in self._parts.get(name, ()):
             self._checkpoint.forget(self._stored(name, part))
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         """Name of this model's computation; covers the stored bytes, as Checkpoint's, and the format's settings."""
         settings = json.dumps([type(self._format).__name__, asdict(self._format)], sort_keys=True)  # type: ignore[call-overload]
         return hashlib.sha256(f"{self._checkpoint.fingerprint(config)} {settings}".encode()).hexdigest()[:32]

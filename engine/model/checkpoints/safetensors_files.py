@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.mapped_file import MappedFile
-from engine.model.config import ModelArchitecture
 from engine.model.files import ModelDirectory, parse_json_object
 from engine.model.shard import TensorSlice
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 2**20
@@ -170,7 +170,7 @@ class Checkpoint:
         file, entry = self._by_name[name]
         file.forget(entry)
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         """Name of this model's computation: equal for equal content, regardless of shards and location.
 
         Covers the configuration, every tensor's name, dtype and shape, and up to 12 KiB of each tensor's bytes.

@@ -7,14 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.model.checkpoints.gguf.container import GgufFile
+from engine.model.checkpoints.gguf.file import GgufFile
 from engine.model.checkpoints.gguf.source import GgufSource
 from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.safetensors_files import Checkpoint
-from engine.model.config import ModelArchitecture
 from engine.model.files import ModelDirectory
 from engine.model.shard import TensorSlice
+from engine.model.spec import ModelSpec
 
 
 class TensorSource(Protocol):
@@ -37,7 +37,7 @@ class TensorSource(Protocol):
         """Release a tensor that has been copied."""
         ...
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         """Name of this model's computation: equal for equal configuration and tensors."""
         ...
 
@@ -53,14 +53,14 @@ class CheckpointSource(TensorSource, Protocol):
 
 @contextmanager
 def open_source(
-    directory: ModelDirectory, config: ModelArchitecture, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+    directory: ModelDirectory, config: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
 ) -> Iterator[CheckpointSource]:
     """Open a model directory's weights. Within the context their files are mapped.
 
     `shapes`: all tensors of the model; `dtype`: of those that are restored. Raises ConfigError.
     """
-    if (name := directory.gguf_name()) is not None:
-        with closing(GgufFile(directory.resolve(name))) as file:
+    if (path := directory.gguf_path()) is not None:
+        with closing(GgufFile(path)) as file:
             yield GgufSource(file, config, shapes, dtype=dtype)
         return
     with Checkpoint(directory) as checkpoint:

@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelArchitecture
 from engine.model.layers.norm import HeadNorm
 from engine.model.layers.rope import RotaryEmbedding
+from engine.model.spec import ModelSpec
 from engine.types.step_inputs import StepInputs
 
 
@@ -16,9 +16,12 @@ from engine.types.step_inputs import StepInputs
 class AttentionSpec:
     """Properties of a model's attention, apart from the cache: geometry, rotation, norms of queries and keys."""
 
-    config: ModelArchitecture
+    config: ModelSpec
     """Architecture with this rank's head counts."""
-    rope: RotaryEmbedding
+    ropes: tuple[RotaryEmbedding, ...]
+    """The layers' distinct rotations."""
+    rope_of_layer: tuple[int, ...]
+    """For each layer, the number of its rotation among them."""
     head_norms: tuple[HeadNorm, ...] | None
     """One per layer; None where heads are not normed."""
     dtype: torch.dtype

@@ -3,6 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.model.spec import Activation
+
 
 class Linear:
     """`x @ weight.T + bias`."""
@@ -24,14 +26,24 @@ class Linear:
 
 
 class GatedLinear(Linear):
-    """`silu(gate(x)) * up(x)` of one stacked matrix (SwiGLU: Shazeer, 2020)."""
+    """`activation(gate(x)) * up(x)` of one stacked matrix (SwiGLU, GEGLU: Shazeer, 2020)."""
 
-    __slots__ = ()
+    __slots__ = ("_activation",)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> None:
+        super().__init__(weight, bias)
+        self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """Project `[num_rows, in_features]` to `[num_rows, out_features / 2]`."""
-        gate, up = F.linear(x, self.weight, self.bias).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return gate_values(F.linear(x, self.weight, self.bias), self._activation)
+
+
+def gate_values(stacked: Tensor, activation: Activation) -> Tensor:
+    """Gate `[num_rows, 2 * size]`, gates first. Returns `[num_rows, size]`."""
+    gate, up = stacked.chunk(2, dim=-1)
+    opened = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+    return opened.mul_(up)
 
 
 class HeadLinear(Linear):

@@ -72,7 +72,8 @@ class TorchAttention:
         self.dtype = spec.dtype
         self.pages = pages_of(cache, spec)
         self.max_group_blocks = max(1, max_gather_bytes // self.pages.gathered_bytes)
-        self.windows = tuple(dict.fromkeys(config.layer_windows))
+        self.layer_windows = config.layer_windows
+        self.windows = tuple(dict.fromkeys(self.layer_windows))
         self.hidden_score = float(torch.finfo(self.dtype).min) / 2
 
     def plan(self, inputs: StepInputs) -> "TorchAttentionPlan":
@@ -93,6 +94,26 @@ class TorchAttention:
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, self.hidden_score)
 
+    def attention(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        """Attend `[..., num_rows, head_dim]` to `[..., num_keys, head_dim]`; `mask` is added to scores.
+
+        `is_causal`: row i sees keys up to i, in place of a mask.
+        """
+        layer = self.config.layers[0]
+        if layer.soft_cap is None:
+            return F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=layer.scale
+            )
+        scores = (queries @ keys.transpose(-1, -2)).float() * (layer.score_scale / layer.soft_cap)
+        scores = scores.tanh_().mul_(layer.soft_cap)
+        if is_causal:
+            mask = torch.full(scores.shape[-2:], self.hidden_score, device=scores.device).triu_(1)
+        if mask is not None:
+            scores += mask
+        return scores.softmax(-1).to(values.dtype) @ values
+
     def to_device(self, array: IntArray) -> Tensor:
         """Copy a host array to the cache's device."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -106,7 +127,8 @@ class TorchAttentionPlan:
         self._inputs = inputs
         index = slot_index(inputs.slots, backend.config.num_kv_heads, backend.cache.block_size)
         self._write_index = backend.to_device(index)
-        self._cos, self._sin = backend.spec.rope.angles(backend.to_device(inputs.positions), backend.dtype)
+        positions = backend.to_device(inputs.positions)
+        self._angles = tuple(rope.angles(positions, backend.dtype) for rope in backend.spec.ropes)
         self.singles = {w: tuple(self._single_groups(w)) for w in backend.windows}
         self.chunks = {w: tuple(self._chunks_of(w)) for w in backend.windows}
 
@@ -117,12 +139,12 @@ class TorchAttentionPlan:
         queries = qkv[:, : config.num_heads]
         if backend.spec.head_norms is not None:
             backend.spec.head_norms[layer].apply_(queries, qkv[:, config.num_heads : num_rotated])
-        rotate_(qkv[:, :num_rotated], self._cos, self._sin)
+        rotate_(qkv[:, :num_rotated], *self._angles[backend.spec.rope_of_layer[layer]])
         fresh = qkv[:, config.num_heads :].view(qkv.shape[0], 2, config.num_kv_heads, -1)
         # A slot is also read, with weight zero, by sequences that do not own it: see PagedKVCache.
         fresh.nan_to_num_(0.0, 0.0, 0.0)
         fresh = backend.pages.write(layer, self._write_index, fresh)
-        window = config.layer_windows[layer]
+        window = backend.layer_windows[layer]
         singles, chunks = self.singles[window], self.chunks[window]
         if len(singles) == 1 and not chunks:
             return self._attend_singles(layer, singles[0], queries)
@@ -140,7 +162,7 @@ class TorchAttentionPlan:
         keys, values = gathered.view(2, num_seqs, config.num_kv_heads, -1, config.head_dim)
         # The query heads of one key-value head are rows of one call, so that keys are read once for all of them.
         grouped = queries.reshape(num_seqs, config.num_kv_heads, config.group_size, config.head_dim)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+        out = self._backend.attention(grouped, keys, values, group.mask)
         return out.reshape(num_seqs, -1)
 
     def _attend_chunk(self, layer: int, chunk: _Chunk, queries: Tensor, fresh: Tensor, out: Tensor) -> None:
@@ -159,9 +181,8 @@ class TorchAttentionPlan:
             if mask is None and not chunk.causal:
                 mask = self._backend.mask(chunk, begin, end)
             rows = queries[begin:end].view(end - begin, config.num_kv_heads, config.group_size, -1)
-            attended = F.scaled_dot_product_attention(
-                rows.permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=chunk.causal
-            )  # [num_kv_heads, group_size, num_rows, head_dim]
+            attended = self._backend.attention(rows.permute(1, 2, 0, 3), keys, values, mask, is_causal=chunk.causal)
+            # [num_kv_heads, group_size, num_rows, head_dim]
             out[begin:end] = attended.permute(2, 0, 1, 3).reshape(end - begin, -1)
 
     def _single_groups(self, window: int | None) -> Iterator[_SingleGroup]:

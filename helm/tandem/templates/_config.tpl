@@ -213,7 +213,7 @@ builtin
 {{- fail "model.cache.existingClaim: model.source volume is a directory of an existing claim" -}}
 {{- end -}}
 {{- if and (eq $m.source "volume") (not (trimAll "/" $m.path)) -}}
-{{- fail "model.path: the model's directory inside the claim" -}}
+{{- fail "model.path: the model's directory or .gguf file inside the claim" -}}
 {{- end -}}
 {{- if and (eq $m.source "hub") (not $m.hub.id) -}}
 {{- fail "model.hub.id: which model, such as Qwen/Qwen3-0.6B" -}}

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never
 
-from tandem.config.source.regular_file import MAX_SMALL_BYTES, read_regular_text
+from tandem.config.source.regular_file import MAX_SMALL_BYTES
 from tandem.errors import ConfigError, InvalidRequest
+from tandem.model_files import has_model_file, read_model_text
 from tandem.values.sampling import BOUNDS, SamplingParams
 
 FILE_NAME = "generation_config.json"
@@ -38,12 +39,12 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Load them from a model directory in Hugging Face layout; fields of other engines are ignored.
+    """Load them from a model directory in Hugging Face layout, or a GGUF file; fields of other engines are ignored.
 
     Raises ConfigError that names the file, the field and its bound.
     """
     path = directory / FILE_NAME
-    if not path.exists():
+    if not has_model_file(path):
         return GenerationDefaults()
     raw = _read_object(path)
     sampling = {name: value for name in _SAMPLING if (value := _checked(raw, name, name)) is not None}
@@ -68,7 +69,7 @@ def _checked(raw: Mapping[str, Any], name: str, field_name: str) -> float | None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    text = read_regular_text(path, max_bytes=MAX_SMALL_BYTES)
+    text = read_model_text(path, max_bytes=MAX_SMALL_BYTES)
     try:
         raw = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -57,7 +57,7 @@ def row_kernels_speed(stage: Stage) -> Findings:
     for kernel in row_kernels(stage):
         timed = wall_seconds_per_call if kernel.waits and not stage.is_small else seconds_per_call
         with naming(kernel.name):
-            ours, theirs = timed(kernel.ours, stage.place), timed(kernel.theirs, stage.place)
+            ours, theirs = seconds_per_call(kernel.ours, stage.place), timed(kernel.theirs, stage.place)
         yield figure(f"{kernel.name}.ours", ours * 1e6, "us")
         if kernel.num_bytes is not None:
             yield figure(f"{kernel.name}.bandwidth", kernel.num_bytes / ours / 1e9, "GB/s")

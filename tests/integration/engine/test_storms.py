@@ -12,7 +12,7 @@ from engine.model.loader import load_model
 from engine.types.request import FinishReason
 from tandem.errors import Unavailable
 from tests.support.engine.paged_harness import reference_model
-from tests.support.engine.storm import Rig, assert_same_answers, random_requests, run_alone, storm
+from tests.support.engine.storm import Rig, Undisturbed, assert_same_answers, random_requests, storm
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,12 @@ def model(tmp_path_factory):
     reference_model("Qwen3ForCausalLM", num_hidden_layers=2).save_pretrained(path)
     options = BackendOptions(device=torch.device("cpu"), dtype="float32", kernels="auto", num_threads=1)
     return load_model(path, backend=select_backend(options))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model):
+    """Storms of one seed bring the same requests in every mode."""
+    return Undisturbed(model)
 
 
 MODES = {
@@ -37,8 +43,8 @@ WAIT_S = 60.0
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
-def test_storm_equals_undisturbed_answers(model, mode, count):
-    seen = [storm(model, seed, **MODES[mode]) for seed in range(count)]
+def test_storm_equals_undisturbed_answers(model, undisturbed, mode, count):
+    seen = [storm(model, undisturbed, seed, **MODES[mode]) for seed in range(count)]
     assert sum(one.preemptions for one in seen)
     assert sum(one.copied for one in seen)
     assert bool(sum(one.ahead for one in seen)) == MODES[mode]["pipelined"]
@@ -51,11 +57,11 @@ def test_storm_equals_undisturbed_answers(model, mode, count):
     ("mode", "count"),
     [("ahead-offload", 2), ("late-offload", 2), *(pytest.param(mode, 300, marks=pytest.mark.slow) for mode in MODES)],
 )
-def test_storm_with_cache_tiers_equals_undisturbed_answers(model, mode, count, tmp_path):
+def test_storm_with_cache_tiers_equals_undisturbed_answers(model, undisturbed, mode, count, tmp_path):
     """Each storm but the first finds files left by another."""
     host_hits = disk_hits = 0
     for seed in range(10 * count):
-        one = storm(model, seed, **MODES[mode], count=6, cache_folder=tmp_path)
+        one = storm(model, undisturbed, seed, **MODES[mode], count=6, cache_folder=tmp_path)
         host_hits, disk_hits = host_hits + one.host_hits, disk_hits + one.disk_hits
         # What is on disk in time depends on the disk: not every storm finds some.
         if seed + 1 >= count and host_hits and disk_hits:
@@ -75,7 +81,7 @@ def client(rig, requests, draw):
 
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
-def test_storm_with_client_threads_equals_undisturbed_answers(model, late, count):
+def test_storm_with_client_threads_equals_undisturbed_answers(model, undisturbed, late, count):
     num_preemptions = 0
     for seed in range(count):
         orders = random_requests(random.Random(seed), 16)
@@ -95,12 +101,12 @@ def test_storm_with_client_threads_equals_undisturbed_answers(model, late, count
         rig.finish()
         num_preemptions += rig.num_preemptions  # who meets whom is up to the threads: in some storms nobody has to go
         assert rig.num_ahead
-        assert_same_answers(rig, run_alone(model, orders))
+        assert_same_answers(rig, undisturbed.answers(orders))
     assert num_preemptions
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_engine_stopped_mid_step_reports_the_step_first(model, late):
+def test_engine_stopped_mid_step_reports_the_step_first(model, undisturbed, late):
     orders = random_requests(random.Random(3), 8)
     rig = Rig(model, pipelined=True, late=late, **TIGHT)
     rig.engine.start()
@@ -111,6 +117,6 @@ def test_engine_stopped_mid_step_reports_the_step_first(model, late):
     assert rig.engine.stop(WAIT_S)
     rig.scheduler.check_invariants()
     assert not any(request.num_in_flight_tokens for request in rig.scheduler._table.requests.values())
-    assert_same_answers(rig, run_alone(model, orders))
+    assert_same_answers(rig, undisturbed.answers(orders))
     with pytest.raises(Unavailable):
         rig.engine.call(lambda _: None).result(WAIT_S)

@@ -41,8 +41,9 @@ def make_nan() -> None:
     choose: Callable[..., Any] = Sampler.choose
 
     def poisoned(self: Sampler, logits: Any, rows: Any) -> Any:
-        for i, (request, num_tokens) in enumerate(rows):
-            if request.params.logit_bias.get(MARK[0]) == MARK[1] and num_tokens - request.num_prompt_tokens >= 3:
+        for i, row in enumerate(rows):
+            request = row.request
+            if request.params.logit_bias.get(MARK[0]) == MARK[1] and row.num_tokens - request.num_prompt_tokens >= 3:
                 logits[i, 5] = float("nan")
         return choose(self, logits, rows)
 

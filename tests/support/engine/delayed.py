@@ -13,7 +13,7 @@ from tandem.values.ids import BlockId, RequestId
 from tests.support.engine.ledger import LedgerRunner, next_token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Row:
     request_id: RequestId
     table: tuple[BlockId, ...]
@@ -21,6 +21,7 @@ class _Row:
     tokens: tuple[int | None, ...]
     """None: what the step before samples for the same request."""
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,7 +31,7 @@ class DelayedStep:
     runner: "DelayedRunner"
     batch: Batch
     rows: list[_Row]
-    sampled: dict[RequestId, int] = field(default_factory=dict)
+    sampled: dict[RequestId, list[int]] = field(default_factory=dict)
     is_done: bool = False
 
     def is_over(self) -> bool:
@@ -40,9 +41,10 @@ class DelayedStep:
         self.runner.run_until(self)
         poisoned = self.runner.poisoned
         return [
-            None if row.request_id in poisoned else SampledToken(token_id=self.sampled[row.request_id])
+            None if row.request_id in poisoned else SampledToken(token_id=token_id)
             for row in self.rows
             if row.samples
+            for token_id in self.sampled[row.request_id]
         ]
 
     def blocks(self) -> set[BlockId]:
@@ -71,14 +73,16 @@ class DelayedRunner(LedgerRunner):
 
     def launch(self, batch: Batch, _on_layers: object = None) -> DelayedStep:  # type: ignore[override]
         rows = []
-        for request, start, num_tokens, samples in batch.items:
+        for request, start, num_tokens, samples, drafts in batch.items:
             end = start + num_tokens
             known = request.token_ids[start:end].tolist()
+            assert not drafts or (len(known) == num_tokens == 1 and samples)
             assert len(known) == num_tokens or (num_tokens == 1 and start == len(request.token_ids))
+            end += len(drafts)
             table = tuple(request.block_table)[: -(-end // self.block_size)]
             assert end <= len(table) * self.block_size
             tokens = tuple(known) or (None,)
-            rows.append(_Row(request_id=request.request_id, table=table, start=start, tokens=tokens, samples=samples))
+            rows.append(_Row(request.request_id, table, start, tokens, samples, drafts))
         step = DelayedStep(runner=self, batch=batch, rows=rows)
         self.pending.append(step)
         return step
@@ -99,12 +103,17 @@ class DelayedRunner(LedgerRunner):
                 token = known
                 if token is None:
                     assert self._last is not None
-                    token = self._last.sampled[row.request_id]
+                    (token,) = self._last.sampled[row.request_id]
                     self.num_fed += 1
                 state = (state * 1_000_003 + token + 1) % (2**61 - 1)
                 self.write(row.table, row.start + i, state)
-            self.num_computed += len(row.tokens)
+            self.num_computed += len(row.tokens) + len(row.drafts)
             if row.samples:
-                step.sampled[row.request_id] = next_token(self.read(row.table, row.start + len(row.tokens)))
+                end = row.start + len(row.tokens)
+                step.sampled[row.request_id] = [next_token(self.read(row.table, end))]
+                for i, draft in enumerate(row.drafts):
+                    state = (state * 1_000_003 + draft + 1) % (2**61 - 1)
+                    self.write(row.table, end + i, state)
+                    step.sampled[row.request_id].append(next_token(self.read(row.table, end + i + 1)))
         step.is_done = True
         self._last = step

@@ -131,11 +131,19 @@ class LedgerRunner:
             if request.scoring is not None:
                 score(request, request.scoring, item.start, item.num_tokens)
             if item.samples:
-                token_id = next_token(self.read(request.block_table, end))
-                # Of no distribution: who asks for alternatives gets the first tokens.
-                top = [TokenLogprob(token_id=i, logprob=-float(i)) for i in range(request.params.num_logprobs or 0)]
-                sampled.append(SampledToken(token_id=token_id, top_logprobs=tuple(top)))
+                sampled.append(self.sample(request, end))
+            for i, draft in enumerate(item.drafts):
+                state = (state * 1_000_003 + draft + 1) % (2**61 - 1)
+                self.write(request.block_table, end + i, state)
+                self.num_computed += 1
+                sampled.append(self.sample(request, end + i + 1))
         return sampled
+
+    def sample(self, request: Request, num_tokens: int) -> SampledToken:
+        token_id = next_token(self.read(request.block_table, num_tokens))
+        # Of no distribution: who asks for alternatives gets the first tokens.
+        top = [TokenLogprob(token_id=i, logprob=-float(i)) for i in range(request.params.num_logprobs or 0)]
+        return SampledToken(token_id=token_id, top_logprobs=tuple(top))
 
     def move(self, batch: Batch) -> None:
         """Offloads, loads, copies. What is not there is moved as nothing, so that reading it fails."""

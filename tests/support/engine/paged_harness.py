@@ -67,11 +67,16 @@ def reference_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
     config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**values)
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config).eval()
+    initialise(model)
+    return model
+
+
+def initialise(model: Any, *, norms_around: float = 1.0) -> None:
+    """Give a model random weights; `norms_around`: mean of the weights of norms."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            around = 1.0 if "norm" in name else 0.0
-            parameter.normal_(around, 0.1 if around else 0.15)
-    return model
+            is_norm = "norm" in name
+            parameter.normal_(norms_around if is_norm else 0.0, 0.1 if is_norm else 0.15)
 
 
 def save_and_load(model: Any, path: Path, *, old_rope: bool = False, **load: Any) -> Decoder:

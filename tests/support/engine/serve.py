@@ -69,7 +69,11 @@ class Serve:
         cache = PagedKVCache(layout, num_blocks=config.num_blocks, device=model.device)
         self.runner = ModelRunner(model, cache)
         if graphs:
-            self.runner.record_graphs(max_rows=config.max_running_requests, max_length=config.max_model_len)
+            self.runner.record_graphs(
+                max_rows=config.max_running_requests,
+                max_tokens=config.max_batched_tokens,
+                max_length=config.max_model_len,
+            )
         self.scheduler = Scheduler(config, BlockHasher(ledger.SECRET))
         self.preemptions = 0
         self._answers: dict[RequestId, Answer] = {}

@@ -29,7 +29,7 @@ from engine.model.decoder import Decoder
 from engine.model.memory_budget import kv_layout
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pending_samples import PendingSamples
-from engine.sampling.sampler import Chosen, Sampler, SampleRow
+from engine.sampling.sampler import Chosen, Sampler, SampleRow, sample_rows
 from engine.scheduler.scheduler import Scheduler
 from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
@@ -88,7 +88,7 @@ class LateRunner(ModelRunner):
 
     def launch(self, batch: Batch, _on_layers: object = None) -> LateStep:  # type: ignore[override]
         inputs = self._inputs.build(batch)
-        rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
+        rows = sample_rows(batch)
         step = LateStep(self, replace(inputs, tables=inputs.tables.copy()), rows)
         self.pending.append(step)
         return step
@@ -324,8 +324,37 @@ class Figures:
     disk_hits: int = 0
 
 
+class Undisturbed:
+    """Answers of an engine with room for all requests that waits for every step; it computes equal requests once."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._known: dict[str, list[Received]] = {}
+
+    def answers(self, orders: Sequence[ClientRequest]) -> dict[RequestId, Received]:
+        """Return the answers to all choices of `orders`, by the names that storms give them."""
+        if new := {repr(ask): ask for ask in orders if repr(ask) not in self._known}:
+            self._compute(new)
+        return {
+            RequestId(f"{i}.{choice}"): answer
+            for i, ask in enumerate(orders)
+            for choice, answer in enumerate(self._known[repr(ask)])
+        }
+
+    def _compute(self, orders: Mapping[str, ClientRequest]) -> None:
+        alone = Rig(self._model, pipelined=False, num_blocks=400, max_running_requests=64, prefill_chunk_tokens=48)
+        choices = {key: ask.requests(key, arrival_s=0.0) for key, ask in orders.items()}
+        for requests in choices.values():
+            for request in requests:
+                alone.add(request)
+        alone.finish()
+        for key, requests in choices.items():
+            self._known[key] = [alone.received[request.request_id] for request in requests]
+
+
 def storm(
     model: Decoder,
+    undisturbed: Undisturbed,
     seed: int,
     *,
     pipelined: bool,
@@ -357,7 +386,7 @@ def storm(
     )
     _submit_all(rig, draw, orders)
     rig.finish()
-    assert_same_answers(rig, run_alone(model, orders))
+    assert_same_answers(rig, undisturbed.answers(orders))
     hits = {counts.tier: counts.hits for counts in rig.scheduler.load().tiers}
     return Figures(
         host_hits=hits.get("host", 0),
@@ -369,16 +398,6 @@ def storm(
         ahead=rig.num_ahead,
         reasons=frozenset(answer.reason for answer in rig.received.values() if answer.reason is not None),
     )
-
-
-def run_alone(model: Decoder, orders: Sequence[ClientRequest]) -> dict[RequestId, Received]:
-    """Return the answers of an engine with room for all requests that waits for every step."""
-    alone = Rig(model, pipelined=False, num_blocks=400, max_running_requests=64, prefill_chunk_tokens=48)
-    for i, ask in enumerate(orders):
-        for request in ask.requests(f"{i}", arrival_s=0.0):
-            alone.add(request)
-    alone.finish()
-    return alone.received
 
 
 def assert_same_answers(rig: Rig, alone: Mapping[RequestId, Received]) -> None:

@@ -10,7 +10,9 @@ import pytest
 from cluster.kv_arithmetic import SizingOptions, layout_of, main, num_parameters, read_model, room
 from engine.assembly import assemble
 from tandem.config.cluster import load
+from tandem.model_path import model_directory
 from tandem.values.roles import WorkerRole
+from tests.support.engine.gguf_writer import write_gguf
 from worker.engine_spec import engine_spec
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +35,12 @@ def test_kv_arithmetic_matches_engine() -> None:
     assert spoken_for <= estimated * 1.02
 
 
+def test_kv_arithmetic_reads_gguf_file(tmp_path: Path) -> None:
+    write_gguf(model_directory("builtin"), tmp_path / "tiny.gguf", pre="smollm")
+    model = read_model(str(tmp_path / "tiny.gguf"))
+    assert num_parameters(model) == num_parameters(read_model("builtin"))
+
+
 def test_kv_arithmetic_parameters_match_checkpoint() -> None:
     model = read_model("builtin")
     with (ROOT / "engine/builtin_model/model.safetensors").open("rb") as file:
@@ -53,14 +61,8 @@ def test_kv_arithmetic_matches_table_in_handbook() -> None:
     assert len(rows) >= 5
     model = read_model("builtin")
     for layers, heads, dim, plain, coded in rows:
-        like = replace(
-            model,
-            num_layers=int(layers),
-            num_kv_heads=int(heads),
-            num_heads=int(heads),
-            head_dim=int(dim),
-            layer_windows=(None,) * int(layers),
-        )
+        layer = replace(model.layers[0], num_kv_heads=int(heads), num_heads=int(heads), head_dim=int(dim))
+        like = replace(model, layers=(layer,) * int(layers))
         for kv_dtype, kib in (("auto", plain), ("int8", coded)):
             layout = layout_of(like, SizingOptions(kv_dtype=kv_dtype))
             assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(kib), abs=0.05)

@@ -83,13 +83,31 @@ def test_columns_of_one_message_come_before_its_deltas() -> None:
         (first, SampledToken(5), None),
         (second, SampledToken(6), None),
         (first, SampledToken(7), None),
+    )
+    assert list(step.handles) == [2]
+    answer = Answer()
+    answer.read(step, {"a": 1, "b": 2})
+    assert answer.token_ids == {1: [5, 7], 2: [6]}
+
+
+def test_tokens_of_one_step_are_one_delta() -> None:
+    """As speculation brings them: sent apart they would seem to have no time between them."""
+    port = SessionPort(Incarnation(1))
+    first, second = task(port, "a"), task(port, "b")
+    first.handle, second.handle, first.started, second.started = 1, 2, True, True
+    step = _together(
+        (first, SampledToken(5), None),
+        (first, SampledToken(7), None),
+        (second, SampledToken(6), None),
         (second, SampledToken(8), None),
         (second, SampledToken(9), FinishReason.LENGTH),
     )
-    assert list(step.handles) == [2, 2]
+    assert [(delta.request_id, list(delta.token_ids)) for delta in step.deltas] == [("b", [6, 8, 9]), ("a", [5, 7])]
+    assert not step.handles
     answer = Answer()
     answer.read(step, {"a": 1, "b": 2})
     assert answer.token_ids == {1: [5, 7], 2: [6, 8, 9]}
+    assert answer.is_over
 
 
 def test_columns_have_no_tokens_with_logprobs() -> None:

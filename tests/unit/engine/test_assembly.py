@@ -14,6 +14,7 @@ from engine.distributed.ranks.messages import RankFacts, RankSetup
 from engine.distributed.ranks.ranks import SoloRanks
 from engine.model.decoder import Decoder
 from engine.spec import EngineSpec
+from engine.types.config import SpeculationConfig
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
 from tests.support.engine.quantized_writers import FORMATS, write_llama
@@ -174,3 +175,15 @@ def test_assembly_model_of_nan_still_starts(monkeypatch: pytest.MonkeyPatch) -> 
     logits = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden) * float("nan"))
     assert assemble(SPEC).budget.workspace_bytes > 0
+
+
+def test_assembly_speculation_reaches_scheduler_and_makes_room_for_its_rows(caplog: pytest.LogCaptureFixture) -> None:
+    drafts = SpeculationConfig(sources=("lookup",), max_draft_tokens=6, adaptive=True)
+    assert (SPEC.max_step_rows, replace(SPEC, speculation=drafts).max_step_rows) == (4, 4 + 4 * 6)
+    assert replace(SPEC, speculation=drafts, max_running_requests=100).max_step_rows == 100 + 16 * 6
+    assert assemble(SPEC).scheduler._speculation is None
+    assert assemble(replace(SPEC, speculation=drafts)).scheduler._speculation is not None
+    assert _is_pipelined(replace(SPEC, pipelined="on"), torch.device("cpu"))
+    with caplog.at_level("INFO"):
+        assert not _is_pipelined(replace(SPEC, pipelined="on", speculation=drafts), torch.device("cpu"))
+    assert "not pipelined with speculation" in caplog.text

@@ -200,6 +200,17 @@ async def test_direct_port_accepts_nobody_while_no_ticket_is_out() -> None:
         assert await stranger.hear() == b"", "refused when its turn has come"
 
 
+async def test_direct_port_takes_no_stranger_for_a_ticket_that_is_gone() -> None:
+    async with opened() as guests:
+        ticket = guests.port.offer(Session().start)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        guests.port.withdraw(ticket)
+        stranger = await guests.come()
+        assert await asyncio.wait_for(stranger.hear(), 2.0) == b"", "at once, not when he has shown no ticket"
+        assert guests.port._num_unknown == 0
+
+
 async def test_direct_port_withdrawn_ticket_is_worthless() -> None:
     async with opened() as guests:
         guests.port.offer(Session().start)

@@ -1,5 +1,7 @@
 """Sums over a worker's steps, and how routers show them."""
 
+from dataclasses import asdict
+
 import pytest
 
 from engine.types.step_output import Load, StepOutput, StepTimings
@@ -73,3 +75,21 @@ def test_work_meter_reserved_and_waiting_are_separate() -> None:
         assert metrics.registry.get_sample_value("tandem_worker_requests", labels) == count
     # No worker has more reserved than it has.
     assert load_from_pb(pb.LoadSnapshot(num_waiting=1, num_reserved=9)).num_reserved == 1
+
+
+def test_work_meter_step_with_drafts_is_a_decode_step() -> None:
+    meter = WorkMeter()
+    step = output(12, 4, 0.5)
+    for drafts, accepted in ((8, 5), (7, 2)):
+        timings = step.timings._replace(num_draft_tokens=drafts, num_accepted_tokens=accepted)  # type: ignore[union-attr]
+        meter.observe(step._replace(timings=timings))
+    assert (meter.decode.steps, meter.prefill.steps) == (1, 1)
+    assert (meter.decode.tokens, meter.decode.draft_tokens, meter.decode.accepted_tokens) == (12, 8, 5)
+    report = pb.WorkReport(**{kind: pb.StepTotals(**asdict(getattr(meter, kind))) for kind in ("prefill", "decode")})
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("w", load=load_from_pb(pb.LoadSnapshot(work=report)))])
+    value, labels = metrics.registry.get_sample_value, {"worker": "w", "role": "decode", "kind": "decode"}
+    assert value("tandem_worker_step_draft_tokens_total", labels) == 8
+    assert value("tandem_worker_step_accepted_tokens_total", labels) == 5
+    assert value("vllm:spec_decode_num_draft_tokens_total", {"model_name": "m", "engine": "w"}) == 15
+    assert value("vllm:spec_decode_num_accepted_tokens_total", {"model_name": "m", "engine": "w"}) == 7

@@ -10,6 +10,7 @@
 #include <cfloat>
 
 #include "paged.h"
+#include "rows.h"
 
 namespace tandem {
 
@@ -41,7 +42,9 @@ class ExactUnit {
     maxima_ = carver.take<float>(padded);
     keys_ = carver.take<Words>(width_);
     values_ = carver.take<float>(kLanes * width_);
-    start(padded, step.scale * 1.44269504088896341f);  // base 2 in place of e
+    constexpr float kBase2 = 1.44269504088896341f;  // base 2 in place of e
+    soft_cap_ = step.soft_cap * kBase2;
+    start(padded, step.scale * kBase2);
   }
 
   void run() {
@@ -80,16 +83,35 @@ class ExactUnit {
   void load_keys(int64_t position, int64_t count) {
     const T* rows[kLanes];
     view_.locate(position, count, rows);
+    transpose_keys(rows, count);
+    for (int i = 0; i < kLanes; ++i) {
+      float* to = values_ + i * width_;
+      for (int64_t d = 0; d < width_; d += kRegisterLanes)
+        store_register(to + d, i < count ? load_register_some(rows[i] + view_.value_offset() + d, head_dim_ - d)
+                                         : Register{});
+    }
+  }
+
+  void transpose_keys(const T* const* rows, int64_t count) {
+#if TANDEM_REGISTER_BYTES == 32
+    float* keys = reinterpret_cast<float*>(keys_);
+    for (int64_t d = 0; d < width_; d += 8) {
+      for (int first = 0; first < kLanes; first += 8) {
+        Register block[8];
+        for (int i = 0; i < 8; ++i)
+          block[i] = first + i < count ? load_register_some(rows[first + i] + d, head_dim_ - d) : Register{};
+        transpose8(block);
+        for (int i = 0; i < 8; ++i) store_register(keys + (d + i) * kLanes + first, block[i]);
+      }
+    }
+#else
     for (int64_t d = 0; d < width_; d += kLanes) {
       Words* block = keys_ + d;
-      for (int i = 0; i < kLanes; ++i) {
-        const bool used = i < count;
-        block[i] = used ? (Words)load_some(rows[i] + d, head_dim_ - d) : Words{};
-        store(values_ + i * width_ + d,
-              used ? load_some(rows[i] + view_.value_offset() + d, head_dim_ - d) : Floats{});
-      }
+      for (int i = 0; i < kLanes; ++i)
+        block[i] = i < count ? (Words)load_some(rows[i] + d, head_dim_ - d) : Words{};
       transpose(block);
     }
+#endif
   }
 
   template <int Rows>
@@ -97,6 +119,8 @@ class ExactUnit {
     alignas(64) float weights[Rows * kLanes];
     score<Rows>(queries_ + row * width_, weights);
     float* out = out_ + row * width_;
+    if (soft_cap_ > 0.0f)
+      for (int r = 0; r < Rows; ++r) cap(weights + r * kLanes);
     for (int r = 0; r < Rows; ++r) {
       const int64_t position = first_position_ + (row + r) / group_;
       if (key + kLanes - 1 > position || key <= position - layer_.window)
@@ -114,6 +138,11 @@ class ExactUnit {
   }
 
   static int32_t clamp(int64_t lane) { return lane < -1 ? -1 : lane > kLanes ? kLanes : int32_t(lane); }
+
+  // Never inlined, as `soften`.
+  __attribute__((noinline)) void cap(float* scores) const {
+    store(scores, tanh_of(load(scores) / soft_cap_) * soft_cap_);
+  }
 
   // Leaves the scores of lanes above `low` up to `high`.
   static void hide(float* scores, int32_t low, int32_t high) {
@@ -193,6 +222,7 @@ class ExactUnit {
   HeadView<T> view_;
   int64_t head_dim_, width_, group_, num_rows_, first_position_, first_row_, column_, out_stride_;
   float *queries_, *out_, *maxima_, *values_;
+  float soft_cap_;  // of scores in base 2
   Floats* sums_;
   Words* keys_;
 };

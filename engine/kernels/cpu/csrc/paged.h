@@ -26,6 +26,7 @@ struct AttentionStep {
   int32_t block_size;
   int32_t num_threads;
   float scale;
+  float soft_cap;  // bound that scaled scores are bent to, or 0; only the exact kernel bends them
 };
 
 // One layer of it.

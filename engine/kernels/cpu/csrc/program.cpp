@@ -68,6 +68,10 @@ constexpr Signature kSignatures[] = {
     {"pippiifi", Call<Pointer, Int, Pointer, Pointer, Int, Int, Real, Int>::invoke},   // norm
     {"pipppiifi", Call<Pointer, Int, Pointer, Pointer, Pointer, Int, Int, Real, Int>::invoke},  // addition and norm
     {"ppippf", Call<Pointer, Pointer, Int, Pointer, Pointer, Real>::invoke},           // rotation and write
+    {"ppippi", Call<Pointer, Pointer, Int, Pointer, Pointer, Int>::invoke},            // other norms
+    {"ppii", Call<Pointer, Pointer, Int, Int>::invoke},                                // norms in place
+    {"pipiiii", Call<Pointer, Int, Pointer, Int, Int, Int, Int>::invoke},              // gelu's gate
+    {"pifi", Call<Pointer, Int, Real, Int>::invoke},                                   // soft caps
     {"pppipi", Call<Pointer, Pointer, Pointer, Int, Pointer, Int>::invoke},            // attention of chunks
     {"pppipii", Call<Pointer, Pointer, Pointer, Int, Pointer, Int, Int>::invoke},      // attention of single rows
 };

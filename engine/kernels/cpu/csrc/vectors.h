@@ -50,6 +50,13 @@ TANDEM_INLINE Register load_register(const float* from) {
   return x;
 }
 
+TANDEM_INLINE Register load_register(const Bfloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(TANDEM_REGISTER_BYTES / 2)));
+  Halves bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return (Register)(__builtin_convertvector(bits, RegisterBits) << 16);
+}
+
 TANDEM_INLINE void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
 
 // a * b + c, rounded once where the processor can. Spelt out because the compiler would fuse here and not there, even
@@ -124,6 +131,14 @@ TANDEM_INLINE Floats load_some(const T* from, int64_t count) {
   T padded[kLanes] = {};
   for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
   return load(padded);
+}
+
+template <class T>
+TANDEM_INLINE Register load_register_some(const T* from, int64_t count) {
+  if (count >= kRegisterLanes) return load_register(from);
+  T padded[kRegisterLanes] = {};
+  for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
+  return load_register(padded);
 }
 
 template <class T>
@@ -231,43 +246,44 @@ TANDEM_INLINE Floats exp2_of(Floats x) {
 }
 
 #if TANDEM_REGISTER_BYTES == 32
-// Columns 8 * half to 8 * half + 7 of eight rows, transposed.
-TANDEM_INLINE void transpose8(const Words* rows, int half, __m256* out) {
+// Transposes 8 x 8 words in registers.
+TANDEM_INLINE void transpose8(Register* rows) {
   __m256 a[8], b[8];
-  for (int i = 0; i < 8; ++i) std::memcpy(&a[i], reinterpret_cast<const char*>(rows + i) + half * 32, sizeof a[i]);
   for (int i = 0; i < 8; i += 2) {
-    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
   }
   for (int i = 0; i < 8; i += 4) {
-    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
-    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
   }
   for (int i = 0; i < 4; ++i) {
-    out[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
-    out[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+    rows[i] = (Register)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    rows[i + 4] = (Register)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
   }
-}
-
-TANDEM_INLINE void store8(Words* rows, int half, const __m256* columns) {
-  for (int i = 0; i < 8; ++i) std::memcpy(reinterpret_cast<char*>(rows + i) + half * 32, &columns[i], sizeof columns[i]);
 }
 
 // Transposes 16 x 16 words in place, by its four blocks of 8 x 8.
 TANDEM_INLINE void transpose(Words* rows) {
-  __m256 block[8], other[8];
-  transpose8(rows, 0, block);
-  store8(rows, 0, block);
-  transpose8(rows + 8, 1, block);
-  store8(rows + 8, 1, block);
-  transpose8(rows, 1, block);
-  Words kept[8];
-  store8(kept, 0, block);
-  transpose8(rows + 8, 0, other);
-  store8(rows, 1, other);
-  for (int i = 0; i < 8; ++i) std::memcpy(rows + 8 + i, kept + i, 32);
+  float* corner = reinterpret_cast<float*>(rows);
+  const auto load8 = [&](int row, int column, Register* block) {
+    for (int i = 0; i < 8; ++i) block[i] = load_register(corner + (row + i) * kLanes + column);
+    transpose8(block);
+  };
+  const auto store8 = [&](int row, int column, const Register* block) {
+    for (int i = 0; i < 8; ++i) store_register(corner + (row + i) * kLanes + column, block[i]);
+  };
+  Register block[8], other[8];
+  load8(0, 0, block);
+  store8(0, 0, block);
+  load8(8, 8, block);
+  store8(8, 8, block);
+  load8(0, 8, block);
+  load8(8, 0, other);
+  store8(0, 8, other);
+  store8(8, 0, block);
 }
 #else
 // Swaps, in every 2 x 2 arrangement of S x S sub-blocks, the two off the diagonal.

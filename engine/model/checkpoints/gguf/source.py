@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.gguf.blocks import block_matrix
-from engine.model.checkpoints.gguf.container import GgufFile, GgufTensor
-from engine.model.config import ModelArchitecture
+from engine.model.checkpoints.gguf.file import GgufFile
+from engine.model.families.registry import FAMILIES
 from engine.model.rope_config import RopeType
 from engine.model.shard import TensorSlice
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
+from tandem.gguf.container import GgufTensor
 
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+_COMPUTED_FACTORS = (RopeType.LLAMA3, RopeType.FACTORS)
+"""Rotations whose configuration has the factors, or how they are computed."""
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -41,7 +39,6 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_REORDERED = "llama"
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -49,7 +46,7 @@ class GgufSource:
     """Implements `sources.CheckpointSource`. Its file stays open for as long as it is used."""
 
     def __init__(
-        self, file: GgufFile, config: ModelArchitecture, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+        self, file: GgufFile, config: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
     ) -> None:
         """`shapes`: all tensors of the model, by Hugging Face's names; `dtype`: of restored tensors.
 
@@ -58,15 +55,23 @@ class GgufSource:
         self._file = file
         self._config = config
         self._dtype = dtype
-        found, wanted = file.metadata.get("general.architecture"), _ARCHITECTURES[config.architecture]
+        family = FAMILIES[config.architecture]
+        found, wanted = file.header.metadata.get("general.architecture"), family.gguf
+        if wanted is None:
+            readable = ", ".join(name for name, one in FAMILIES.items() if one.gguf is not None)
+            raise ConfigError(f"{file.name}: weights of {config.architecture} are not read from GGUF, only {readable}")
         if found != wanted:
             raise ConfigError(f"{file.name}: general.architecture must be {wanted}, is {found!r:.40}")
-        self._is_reordered = wanted == _REORDERED
-        mapped = {name: file.tensors[stored] for name in shapes if (stored := _stored_name(name)) in file.tensors}
+        self._is_reordered = family.gguf_reorders
+        mapped = {
+            name: file.header.tensors[stored]
+            for name in shapes
+            if (stored := _stored_name(name)) in file.header.tensors
+        }
         self._tensors: dict[str, GgufTensor] = mapped
-        rest = file.tensors.keys() - {tensor.name for tensor in mapped.values()}
-        if config.rope.rope_type is RopeType.LLAMA3:
-            rest -= {_ROPE_FACTORS}  # config.json says how they are computed
+        rest = file.header.tensors.keys() - {tensor.name for tensor in mapped.values()}
+        if any(rope is not None and rope.rope_type in _COMPUTED_FACTORS for rope in config.ropes):
+            rest -= {_ROPE_FACTORS}
         if config.tie_embeddings:
             rest -= {_stored_name("lm_head.weight")}
         self.names = frozenset(mapped.keys() | rest)
@@ -74,8 +79,8 @@ class GgufSource:
     @property
     def summary(self) -> str:
         """One line for the log: from what the weights are restored."""
-        types = sorted({tensor.block_type.name for tensor in self._file.tensors.values()})
-        size = sum(tensor.end - tensor.begin for tensor in self._file.tensors.values())
+        types = sorted({tensor.block_type.name for tensor in self._file.header.tensors.values()})
+        size = sum(tensor.end - tensor.begin for tensor in self._file.header.tensors.values())
         dtype = str(self._dtype).removeprefix("torch.")
         return f"weights are restored to {dtype} from GGUF, {', '.join(types)}: {size / 2**20:.1f} MiB of files"
 
@@ -113,7 +118,7 @@ class GgufSource:
         """Release a tensor that has been copied."""
         self._file.forget(self._tensors[name])
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         """Name of this model's computation; covers configuration, names, types, shapes and samples of all tensors."""
         digest = hashlib.sha256(config.digest())
         for name in sorted(self._tensors):

@@ -12,7 +12,9 @@ from cluster.doctor import software
 from cluster.doctor.checks import cluster_state, examine, kv_certificates, members
 from cluster.doctor.findings import Finding, Status
 from tandem.config.cluster import load
+from tandem.model_path import model_directory
 from tests.support.certificates import Authority
+from tests.support.engine.gguf_writer import write_gguf
 from tests.unit.worker.test_gpus import FakeHost
 
 LLAMA = {
@@ -78,6 +80,23 @@ def test_doctor_names_architecture_or_what_is_supported(tmp_path: Path) -> None:
         assert software.dtype(config) == []
         assert found in examine(config)
     assert software.architecture(load(None, {"model.path": "org/model"})) == []
+
+
+def test_doctor_checks_gguf_file_whole(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    config = load(None, {"model.path": str(file)})
+    write_gguf(model_directory("builtin"), file, block_type="Q8_0", pre="smollm")
+    for check in (software.model, software.tokenizer):
+        (found,) = check(config)
+        assert (found.status, found.detail) == (Status.OK, str(file))
+    (found,) = software.architecture(config)
+    assert (found.status, found.detail) == (Status.OK, "LlamaForCausalLM")
+    assert dtype_of(model__path=str(file)).detail.startswith("bfloat16 (auto: the checkpoint's)")
+    write_gguf(model_directory("builtin"), file, pre="made-up")
+    for check in (software.model, software.tokenizer):
+        (found,) = check(config)
+        assert found.status is Status.FAIL
+        assert "tiny.gguf: tokenizer.ggml.pre must be one of llama-bpe" in found.detail
 
 
 def test_doctor_unresolvable_auto_dtype_fails(tmp_path: Path) -> None:

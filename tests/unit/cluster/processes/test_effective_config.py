@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shlex
 import socket
 from contextlib import suppress
@@ -31,8 +32,10 @@ from tandem.config.cluster import ClusterConfig, RouterConfig, dump_for_processe
 from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.errors import ConfigError
+from tandem.model_path import model_directory, model_name
 from tandem.rpc.cluster_credentials import open_credentials
 from tandem.rpc.hosts import hold, split
+from tests.support.engine.gguf_writer import write_gguf
 from tests.unit.cluster.doctor.test_doctor import LLAMA
 
 FREE = RouterConfig(port=0, grpc_port=0)
@@ -176,8 +179,52 @@ def test_resolve_model_finds_directories_or_refuses(tmp_path, monkeypatch):
     resolved = resolve_model(ClusterConfig(model=ModelSection(path="my-model")))
     assert resolved.model.path == str(tmp_path / "my-model")
     assert resolved.model.name == "my-model"
-    with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
+    with pytest.raises(ConfigError, match=r"neither a directory, nor a \.gguf file, nor a hub id"):
         resolve_model(ClusterConfig(model=ModelSection(path="./nothing-here")))
+
+
+def test_resolve_model_gguf_file_is_served_alone_or_refused_by_name(tmp_path, monkeypatch):
+    write_gguf(model_directory("builtin"), tmp_path / "tiny-q8_0.gguf", block_type="Q8_0", pre="smollm")
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve_model(ClusterConfig(model=ModelSection(path="tiny-q8_0.gguf")))
+    assert (resolved.model.path, resolved.model.name) == (str(tmp_path / "tiny-q8_0.gguf"), "tiny-q8_0")
+    assert model_name(resolved.model.path, None) == "tiny-q8_0"
+    assert model_directory(resolved.model.path) == tmp_path / "tiny-q8_0.gguf"
+    assert make_effective(resolved).model.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"no config\.json and no tokenizer\.json \(name a GGUF file itself"):
+        resolve_model(ClusterConfig(model=ModelSection(path=str(tmp_path))))
+    write_gguf(model_directory("builtin"), tmp_path / "wrong.gguf", pre="made-up")
+    for runs_workers in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"wrong\.gguf cannot be served: wrong\.gguf: tokenizer\.ggml\.pre must be"
+        ):
+            resolve_model(ClusterConfig(model=ModelSection(path="wrong.gguf")), runs_workers=runs_workers)
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "wrong.gguf").read_bytes()[:5000])
+    with pytest.raises(ConfigError, match=r"cut\.gguf cannot be served: cut\.gguf: ends within its header"):
+        resolve_model(ClusterConfig(model=ModelSection(path="cut.gguf")))
+    os.mkfifo(tmp_path / "fifo.gguf")
+    with pytest.raises(ConfigError, match=r"fifo\.gguf is neither a directory, nor a \.gguf file"):
+        resolve_model(ClusterConfig(model=ModelSection(path="fifo.gguf")))
+
+
+def test_resolve_model_gguf_file_on_hub_is_downloaded_alone(tmp_path, monkeypatch):
+    asked = []
+
+    def download(hub_id, files=None):
+        asked.append((hub_id, files))
+        return str(tmp_path)
+
+    monkeypatch.setattr(effective_config, "download", download)
+    (tmp_path / "q").mkdir()
+    write_gguf(model_directory("builtin"), tmp_path / "q" / "tiny-f32.gguf", pre="smollm")
+    resolved = resolve_model(ClusterConfig(model=ModelSection(path="org/tiny-GGUF/q/tiny-f32.gguf")))
+    assert (resolved.model.path, resolved.model.name) == (str(tmp_path / "q" / "tiny-f32.gguf"), "tiny-f32")
+    with pytest.raises(ConfigError, match=r"model\.path: org/tiny-GGUF has no file other\.gguf"):
+        resolve_model(ClusterConfig(model=ModelSection(path="org/tiny-GGUF/other.gguf")))
+    assert asked == [("org/tiny-GGUF", ["q/tiny-f32.gguf"]), ("org/tiny-GGUF", ["other.gguf"])]
+    for path in ("org/name/../../x.gguf", "org/name/x/../y.gguf", "org/name/file.bin", "org/name/.gguf"):
+        with pytest.raises(ConfigError, match="neither a directory"):
+            resolve_model(ClusterConfig(model=ModelSection(path=path)))
 
 
 def test_resolve_model_unsupported_architecture_is_refused(tmp_path):

@@ -39,7 +39,7 @@ def test_cpu_programs_equal_eager_tokens_and_kv(path, options):
         model = load_model(path, backend=backend(**options))
         session = Session(model, num_blocks=120, block_size=16)
         if records:
-            session.runner.record_graphs(max_rows=3, max_length=128)
+            session.runner.record_graphs(max_rows=3, max_tokens=64, max_length=128)
             assert session.runner.graphs is not None
         replays = count_replays(session.runner.graphs)
         requests = [session.request(random_tokens(random.Random(i), 5 + 11 * i), capacity=90) for i in range(5)]
@@ -57,7 +57,7 @@ def test_cpu_programs_moved_buffer_drops_programs(path):
     """The one-row program was recorded over buffers that a long chunk has replaced."""
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=60, block_size=16)
-    session.runner.record_graphs(max_rows=4, max_length=400)
+    session.runner.record_graphs(max_rows=4, max_tokens=64, max_length=400)
     plain = Session(load_model(path, backend=backend()), num_blocks=60, block_size=16)
     first, long = random_tokens(random.Random(0), 9), random_tokens(random.Random(1), 300)
     tokens = []
@@ -74,7 +74,7 @@ def test_cpu_programs_two_pools_have_separate_programs(path):
     model = load_model(path, backend=backend())
     sessions = [Session(model, num_blocks=20, block_size=16, seed=seed) for seed in (1, 2)]
     for session in sessions:
-        session.runner.record_graphs(max_rows=4, max_length=64)
+        session.runner.record_graphs(max_rows=4, max_tokens=64, max_length=64)
     requests = [session.request(random_tokens(random.Random(3), 12)) for session in sessions]
     for _ in range(12):
         for session, request in zip(sessions, requests, strict=True):
@@ -113,3 +113,13 @@ def count_replays(programs):
 
         programs.replay = counted
     return count
+
+
+def test_cpu_program_of_a_layer_has_eight_calls(path):
+    """Two norms, four products, rotation with the write of keys and values, attention: nothing may come between."""
+    session = Session(load_model(path, backend=backend()), num_blocks=20, block_size=16)
+    session.runner.record_graphs(max_rows=1, max_tokens=64, max_length=64)
+    programs = []
+    session.runner.graphs.replay = lambda program: (programs.append(program), program.run())
+    session.run([session.request(random_tokens(random.Random(1), 9), capacity=32)], 4, chunk=9)
+    assert len(programs[-1]) == 8 * session.runner.model.config.num_layers + 2

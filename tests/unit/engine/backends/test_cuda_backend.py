@@ -10,15 +10,17 @@ from torch.nn import functional as F
 from tests.unit.engine.kernels.triton_interpreter import interpreted  # isort: skip
 from engine.backends.cuda.attention import CudaAttention, StepLayout, upload
 from engine.backends.cuda.backend import CudaBackend
-from engine.backends.cuda.graphs import DecodeGraphs, graph_batch_sizes
+from engine.backends.cuda.graphs import CudaStepGraphs, graph_batch_sizes, graph_chunk_sizes
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.tuning import LaunchTable, load_table
 from engine.model.backend import ProjectionRole
+from engine.model.config import parse_model_config
 from engine.model.loader import load_model
 from engine.runner.step_input_builder import build_step_inputs
 from engine.types.request import Batch, BatchItem
 from tandem.errors import ConfigError
 from tandem.values.sampling import SamplingParams
+from tests.support.engine.families import FAMILY_CASES
 from tests.support.engine.paged_harness import Session, random_tokens, reference_logits, reference_model, save_and_load
 
 __all__ = ["interpreted"]
@@ -49,6 +51,19 @@ def test_cuda_backend_logits_equal_transformers(case):
         request = session.request(tokens)
         ours = torch.cat([session.logits(request, n) for n in cuts])
         assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("family", FAMILY_CASES, ids=lambda family: family.name)
+def test_cuda_backend_families_equal_transformers(family, tmp_path):
+    reference = family.model(num_hidden_layers=2 if family.layers is None else family.layers)
+    family.save(reference, tmp_path)
+    tokens = random_tokens(random.Random(0), 24)
+    expected = reference_logits(reference, tokens)
+    session = Session(load_model(tmp_path, backend=backend()), block_size=16)
+    request = session.request(tokens)
+    ours = torch.cat([session.logits(request, n) for n in (13, 7, 1, 3)])
+    assert (ours - expected).abs().max() < 1e-4
 
 
 @pytest.mark.in_turns
@@ -121,7 +136,7 @@ def test_cuda_graph_padded_replay_equals_eager_step(case):
     recorder = EagerRecorder()
     attention = CudaAttention(model.attention_spec, session.cache, model.backend._table)
     before = session.cache.tensor.clone()
-    graphs = DecodeGraphs(model, attention, recorder, batch_sizes=(1, 4), max_length=64, block_size=16)
+    graphs = CudaStepGraphs(model, attention, recorder, batch_sizes=(1, 4), max_length=64, block_size=16)
     assert replayed(graphs, decoding(session, requests)) is None  # nothing captured yet
     graphs.capture()
     assert torch.equal(session.cache.tensor, before)
@@ -144,6 +159,59 @@ def test_cuda_graph_padded_replay_equals_eager_step(case):
     assert replayed(graphs, build_step_inputs(chunk, 16)) is None
 
 
+@pytest.mark.in_turns
+@pytest.mark.parametrize("deterministic", [False, True])
+@torch.inference_mode()
+def test_cuda_graph_of_chunks_equals_eager_step(case, deterministic):
+    """Decodes, chunks and whole prompts in random company, with fewer rows and sequences than there is room for."""
+    _, path, _ = case
+    model = load_model(path, backend=backend(deterministic=deterministic))
+    session = Session(model, num_blocks=60, block_size=16)
+    rng = random.Random(5)
+    decoded = [session.request(random_tokens(rng, 4 + 9 * i)) for i in range(3)]
+    session.step([(r, r.num_tokens) for r in decoded])
+    prompts = [session.request(random_tokens(rng, 40)) for _ in range(3)]
+    session.step([(prompts[0], 17)])
+    recorder = EagerRecorder()
+    table = model.backend._table
+    attention = CudaAttention(model.attention_spec, session.cache, table, deterministic=deterministic)
+    graphs = CudaStepGraphs(
+        model, attention, recorder, batch_sizes=(4,), chunk_sizes=(8, 24), max_length=64, block_size=16
+    )
+    before = session.cache.tensor.clone()
+    graphs.capture()
+    assert torch.equal(session.cache.tensor, before)
+    company = (
+        [(decoded[0], 1), (decoded[1], 1), (prompts[0], 5)],
+        [(prompts[1], 3), (decoded[2], 1), (prompts[0], 2), (prompts[2], 13), (decoded[0], 1)],
+        [(prompts[2], 24)],
+    )
+    for spans in company:
+        items = tuple(
+            BatchItem(
+                request=r, start=r.num_tokens - 1 if n == 1 else r.num_computed_tokens, num_tokens=n, samples=True
+            )
+            for r, n in spans
+        )
+        inputs = build_step_inputs(Batch(items=items), 16)
+        before = session.cache.tensor.clone()
+        expected = session.runner.compute(inputs).clone()
+        kv = session.cache.tensor.clone()
+        session.cache.tensor.copy_(before)
+        logits = replayed(graphs, inputs)
+        if deterministic:
+            assert torch.equal(logits, expected)
+            assert torch.equal(session.cache.tensor, kv)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(session.cache.tensor, kv, atol=1e-5, rtol=1e-5)
+    assert recorder.replays == len(company)
+    large = Batch(items=(BatchItem(request=prompts[1], start=0, num_tokens=25, samples=True),))
+    assert replayed(graphs, build_step_inputs(large, 16)) is None
+    crowd = [(prompts[1], 2)] * 5  # more sequences with several rows than the largest batch
+    items = tuple(BatchItem(request=r, start=0, num_tokens=n, samples=True) for r, n in crowd)
+    assert replayed(graphs, build_step_inputs(Batch(items=items), 16)) is None
+
+
 def test_cuda_graph_packed_step_matches_inputs(case):
     _, _, plain = case
     session = Session(plain, num_blocks=40, block_size=4)
@@ -154,14 +222,32 @@ def test_cuda_graph_packed_step_matches_inputs(case):
         for r, (start, count) in zip(requests, spans, strict=True)
     )
     inputs = build_step_inputs(Batch(items=items), 4)
-    step = StepLayout(num_rows=12, num_seqs=4).views(*upload(inputs, StepLayout(num_rows=12, num_seqs=4), CPU))
+    layout = StepLayout(num_rows=12, num_single=2, num_several=3)
+    assert layout.holds(inputs)
+    step = layout.views(*upload(inputs, layout, CPU))
     assert step.slots.tolist() == [*inputs.slots.tolist(), -1, -1, -1]
     assert step.token_ids.tolist() == [*inputs.token_ids.tolist(), 0, 0, 0]
     assert step.positions.tolist() == [*inputs.positions.tolist(), 0, 0, 0]
-    assert step.lengths.tolist() == [*inputs.lengths.tolist(), 0]
-    assert step.starts.tolist() == [*inputs.starts.tolist(), 0]
-    assert step.row_starts[inputs.num_single : 4].tolist() == [0, 5, 8]
+    assert step.lengths.tolist() == [11, 0]
+    assert step.starts.tolist() == [2, 0, 0]
+    assert step.row_starts.tolist() == [1, 6, 9, 9]
     assert step.tables.tolist() == inputs.tables.tolist()
+
+
+def llama_of(**sizes):
+    raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "num_hidden_layers": 2, **sizes}
+    return parse_model_config({**raw, "num_attention_heads": 32, "num_key_value_heads": 8}, {})
+
+
+def test_graph_chunk_sizes_bound_padding():
+    small = llama_of(hidden_size=2048, intermediate_size=8192)
+    assert graph_chunk_sizes(20, small) == (20,)
+    assert graph_chunk_sizes(100, small) == (32, 64, 96, 100)
+    sizes = graph_chunk_sizes(8192, small)
+    assert sizes[-1] == 1024
+    assert all(later - earlier <= max(32, later / 2.9) for earlier, later in pairwise(sizes))
+    large = llama_of(hidden_size=4096, intermediate_size=14_336)
+    assert graph_chunk_sizes(8192, large)[-1] < 300 < graph_chunk_sizes(8192, small)[-1]
 
 
 def test_graph_batch_sizes_bound_padding():

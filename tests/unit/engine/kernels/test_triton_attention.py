@@ -36,8 +36,12 @@ class Case:
         self.num_kv_heads = rng.choice([1, 2, 3])
         self.block_size = rng.choice([4, 16])
         self.window = rng.choice([None, None, 1, 7, 20, 40])
-        self.counts = [1] * rng.randint(1, 4) if single else [rng.choice([0, 1, 2, 9, 17, 33]) for _ in range(4)]
-        self.starts = [rng.choice([0, 0, 1, 15, 16, 31, 50, 75]) for _ in self.counts]
+        # Some have both, as Gemma 2 has.
+        self.scoring = {"scale": 0.3, "soft_cap": 1.5} if seed % 5 == 2 else {}
+        # Of many heads to a group few tokens fill several tiles; the interpreter's time goes by tiles.
+        several = [0, 1, 2, 9, 17, 33][: 4 if self.group > 4 else 5 if self.group > 1 else 6]
+        self.counts = [1] * rng.randint(1, 4) if single else [rng.choice(several) for _ in range(4)]
+        self.starts = [rng.choice([0, 0, 1, 14, 15, 16, 30, 31, 50, 75]) for _ in self.counts]
         self.lengths = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + 3
         self.layer = make_pages(
@@ -61,6 +65,7 @@ class Case:
             starts=int32(self.starts),
             counts=int32(self.counts),
             window=self.window,
+            **self.scoring,
         )
 
     def prefill(self, launch, rows=slice(None), starts=None, counts=None):
@@ -75,6 +80,7 @@ class Case:
             starts=int32(self.starts if starts is None else starts),
             window=self.window,
             launch=launch,
+            **self.scoring,
         )
         return out
 
@@ -94,6 +100,7 @@ class Case:
             window=self.window,
             workspace=workspace,
             launch=launch,
+            **self.scoring,
         )
         return out
 
@@ -137,6 +144,28 @@ def test_triton_prefill_leaves_rows_without_sequence_untouched():
     assert (out[-3:] == 77.0).all()
     case.queries = case.queries[:-3]
     case.check(out[:-3])
+
+
+@pytest.mark.parametrize("num_before", [1, 7, 40])
+def test_triton_prefill_leaves_rows_before_the_first_sequence_untouched(num_before):
+    """Rows of sequences that decode, and sequences without rows behind the last."""
+    case = Case(4, single=False)
+    before = torch.full((num_before, *case.queries.shape[1:]), float("nan"), dtype=case.dtype)
+    queries = torch.cat((before, case.queries))
+    out = torch.full_like(queries, 77.0)
+    paged_prefill(
+        queries,
+        case.layer,
+        out,
+        tables=torch.cat((case.tables, torch.full_like(case.tables[:1], 2**30).expand(5, -1))),
+        row_starts=num_before + row_starts_of(int32([*case.counts, *[0] * 5])),
+        starts=int32([*case.starts, *[0] * 5]),
+        window=case.window,
+        launch=PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2),
+        **case.scoring,
+    )
+    assert (out[:num_before] == 77.0).all()
+    case.check(out[num_before:])
 
 
 @pytest.mark.parametrize("splits", [1, 4])

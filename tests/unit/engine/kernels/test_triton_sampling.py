@@ -19,6 +19,7 @@ from engine.sampling.token_counts import Penalties, TokenCounts
 from engine.types.request import Request
 from tandem.values.ids import BlockHash, RequestId
 from tandem.values.sampling import SamplingParams
+from tests.suite import rotation
 
 __all__ = ["interpreted"]
 
@@ -93,16 +94,16 @@ def orders_of(x):
 
 def test_triton_kth_largest_handles_every_kind_of_float():
     """The order found lies between the k-th largest and the next one below; the groups' bound is at most that."""
-    rng = random.Random(0)
-    x = torch.randn(700, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-30, 40, 0.1)[:700]
+    rng, size = random.Random(0), 150  # the last group is not full; all groups are read in three blocks
+    x = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.linspace(-30, 38, size)
     x[::7] = x[3].clone()
     x[::11] = float("-inf")
     x[::13] = 0.0
     x[::17] = -0.0
     ordered = orders_of(x).sort(descending=True).values.tolist()
-    for k in [1, 2, 699, 700, *(rng.randint(1, 700) for _ in range(12))]:
-        bounds, listed = torch.empty(2, dtype=torch.int32), torch.empty(128, dtype=torch.int32)
-        kth_kernel[(1,)](x, listed, bounds, 700, k, GROUP=8, BLOCK=1024)
+    for k in [1, 2, size - 1, size, *(rng.randint(1, size) for _ in range(8))]:
+        bounds, listed = torch.empty(2, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+        kth_kernel[(1,)](x, listed, bounds, size, k, GROUP=8, BLOCK=256)
         bound, kth = bounds.tolist()
         lower = [order for order in ordered if order < ordered[k - 1]]
         assert bound <= kth
@@ -124,34 +125,44 @@ def draw_params(rng, rows, greedy=0.0):
     )
 
 
-def draw_case(vocab_size, rows, seed=0):
-    rng = random.Random(vocab_size + seed)
-    generator = torch.Generator().manual_seed(vocab_size + seed)
-    for spread in (0.5, 2.0, 6.0):
-        logits = torch.randn(rows, vocab_size, generator=generator) * spread
-        logits[-1, : vocab_size // 2] = float("-inf")  # banned
-        logits[-2] = -logits[-2].abs() - 1.0
-        params = draw_params(rng, rows)
-        drawn, expected = TritonSampling().choose(logits, params), TorchSampling().choose(logits, params)
-        assert torch.equal(drawn, expected)
+SIZES = ((1, 4), (3, 8), (65, 16), (2048, 8), (4099, 8), (32_003, 2))
+SPREADS = (0.5, 2.0, 6.0)
 
 
-@pytest.mark.parametrize(("vocab_size", "rows"), [(1, 4), (3, 8), (65, 16), (2048, 8), (4099, 8), (32_003, 2)])
-def test_triton_sampling_draws_reference_token(vocab_size, rows):
-    draw_case(vocab_size, rows)
+def draw_case(vocab_size, rows, spread, seed=0):
+    rng = random.Random(vocab_size + seed + int(spread))
+    generator = torch.Generator().manual_seed(vocab_size + seed + int(spread))
+    logits = torch.randn(rows, vocab_size, generator=generator) * spread
+    logits[-1, : vocab_size // 2] = float("-inf")  # banned
+    logits[-2] = -logits[-2].abs() - 1.0
+    params = draw_params(rng, rows)
+    drawn, expected = TritonSampling().choose(logits, params), TorchSampling().choose(logits, params)
+    assert torch.equal(drawn, expected)
+
+
+def shifted(cases, values):
+    """Every pair of a case and a value, such that each turn has all cases and, with one or another, all values."""
+    return [(case, values[(i + turn) % len(values)]) for i, case in enumerate(cases) for turn in range(len(values))]
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize(("size", "spread"), shifted(SIZES, SPREADS))
+def test_triton_sampling_draws_reference_token(size, spread):
+    draw_case(*size, spread)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(("vocab_size", "rows"), [(2048, 32), (65_536, 4), (152_064, 2)])
-def test_triton_sampling_draws_over_large_vocabularies(vocab_size, rows, seed):
-    draw_case(vocab_size, rows, seed + 1)
+def test_triton_sampling_draws_over_large_vocabularies(vocab_size, rows, spread, seed):
+    draw_case(vocab_size, rows, spread, 10 * (seed + 1))
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}])
 def test_triton_sampling_keeps_ties_at_cutoff(cut):
-    logits = torch.full((40, 64), -4.0)
-    logits[:, ::8] = 2.0  # eight equal ones: each of them is the third, holds the half, is the largest
+    logits = torch.full((8, 64), -4.0)
+    logits[:, ::16] = 2.0  # four equal ones in two groups: each of them is the third, holds the half, is the largest
     rows = len(logits)
     values = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut}
     params = DrawParams(
@@ -160,12 +171,12 @@ def test_triton_sampling_keeps_ties_at_cutoff(cut):
         top_p=torch.full((rows,), values["top_p"]),
         top_k=torch.full((rows,), values["top_k"]),
         seed=torch.arange(rows),
-        position=torch.zeros(rows, dtype=torch.int64),
+        position=torch.ones(rows, dtype=torch.int64),
         choice=torch.zeros(rows, dtype=torch.int64),
     )
     drawn = TritonSampling().choose(logits, params)
     assert torch.equal(drawn, TorchSampling().draw(logits, params))
-    assert sorted(set(drawn.tolist())) == list(range(0, 64, 8))
+    assert sorted(set(drawn.tolist())) == list(range(0, 64, 16))
 
 
 HARD_ROWS = {
@@ -182,13 +193,21 @@ HARD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", HARD_ROWS)
-def test_triton_sampling_draws_reference_token_from_hard_row(name):
-    """With every cut-off, at its extremes too; alone and in a batch."""
-    vocab_size = 2100  # a section and a part of one
-    row = HARD_ROWS[name](torch.randn(vocab_size, generator=torch.Generator().manual_seed(4)))
-    cuts = [(0.0, top_p, top_k) for top_p in (1.0, 0.6, 1e-30) for top_k in (0, 1, 70, vocab_size - 1)]
-    cuts += [(0.0, 1.0, vocab_size), (1.0, 1.0, 0), (1.0, 0.6, 70)]
+HARD_SIZE = 2100  # a section and a part of one
+CUTS = (
+    *((0.0, top_p, top_k) for top_p in (1.0, 0.605, 1e-30) for top_k in (0, 1, 70, HARD_SIZE - 1)),
+    *((0.0, 1.0, HARD_SIZE), (1.0, 1.0, 0), (1.0, 0.605, 70)),
+)
+"""Of min-p, top-p and top-k, at their extremes too. No share of equal tokens is a whole number of them: which of two
+that is would be up to rounding."""
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize(("name", "part"), shifted(HARD_ROWS, range(rotation.TURNS)))
+def test_triton_sampling_draws_reference_token_from_hard_row(name, part):
+    """With every cut-off; alone and in a batch."""
+    row = HARD_ROWS[name](torch.randn(HARD_SIZE, generator=torch.Generator().manual_seed(4)))
+    cuts = CUTS[part :: rotation.TURNS]
     min_p, top_p, top_k = (torch.tensor(column) for column in zip(*cuts, strict=True))
     rows = len(cuts)
     params = DrawParams(
@@ -203,7 +222,7 @@ def test_triton_sampling_draws_reference_token_from_hard_row(name):
     logits = row.repeat(rows, 1)
     drawn = TritonSampling().choose(logits, params)
     assert torch.equal(drawn, TorchSampling().choose(logits, params))
-    assert torch.equal(TritonSampling().choose(logits[7:8], params.rows(7, 8)), drawn[7:8])
+    assert torch.equal(TritonSampling().choose(logits[2:3], params.rows(2, 3)), drawn[2:3])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 5000])
@@ -341,3 +360,28 @@ def test_triton_sampling_rows_without_penalties_need_no_slot():
     assert torch.equal(chosen, logits.argmax(-1))
     assert counts.counts.sum() == 2
     assert counts.counts[0, chosen[1]] == 2
+
+
+@pytest.mark.parametrize("greedy", [0.0, 1.0])
+def test_triton_sampling_after_drafts_equals_reference(greedy):
+    """Rows that share a slot, each with one draft more; only the first of them is counted."""
+    rows, vocab_size = 6, 100
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3))
+    drafts = torch.tensor([[-1, -1], [7, -1], [7, 7], [-1, -1], [-1, -1], [9, -1]])
+    slots = torch.tensor([1, 1, 1, -1, 0, 0], dtype=torch.int32)
+    some = torch.randint(0, 4, (2, vocab_size), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
+    counts = [TokenCounts(counts=some)]
+    counts.append(TokenCounts(counts=some.clone()))
+    chosen = []
+    for kernels, seen in zip((TritonSampling(), TorchSampling()), counts, strict=True):
+        penalties = Penalties(
+            counts=seen,
+            slots=slots,
+            repetition=torch.full((rows,), 1.5),
+            presence=torch.full((rows,), 0.5),
+            frequency=torch.full((rows,), 2.0),
+            drafts=drafts,
+        )
+        chosen.append(kernels.choose(logits, draw_params(random.Random(0), rows, greedy=greedy), penalties=penalties))
+    assert torch.equal(*chosen)
+    assert torch.equal(*(seen.counts for seen in counts))

@@ -1,4 +1,5 @@
-"""Lists the kernels that a GPU would compile, on a machine without one: `python -m` this module prints JSON.
+"""Lists the kernels that a GPU would compile, on a machine without one: `python -m` this module, with a number of
+random batches to run after the dry run, prints JSON.
 
 Triton decides by a launch's arguments which variant of a kernel it needs: their types, whether they are multiples of
 16, one, or absent. Here the launchers run as on an H200, over tensors of the host, up to that decision; nothing is
@@ -138,7 +139,7 @@ def described(case):
     }
 
 
-def main():
+def main(num_batches):
     launches = Launches()
     launches.install()
     cuda_attention._CPU_SMS = 132  # as many as an H200 has: splits depend on it
@@ -147,11 +148,11 @@ def main():
         runner, rng = make_runner(kv_dtype, deterministic=deterministic), random.Random(kv_dtype)
         warm(runner)
         known = set(launches.variants)
-        for _ in range(60):
+        for _ in range(num_batches):
             runner.launch(random_batch(rng)).tokens()
         late += [launches.variants[key] for key in launches.variants if key not in known]
     cases = [described(case) for case in all_cases(load_table("")) if case.representative]
     json.dump({"launched": list(launches.variants.values()), "late": late, "cases": cases}, sys.stdout)
 
 
-main()
+main(int(sys.argv[1]))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine.model.config import load_model_config, parse_model_config
+from engine.model.spec import NormSpec, QKNorm
 from tandem.errors import ConfigError
 
 BASE = {
@@ -23,12 +24,19 @@ def parse(architecture="LlamaForCausalLM", generation=None, **changes):
     return parse_model_config({k: v for k, v in raw.items() if v is not ...}, generation or {})
 
 
+def biases(config):
+    layer = config.layers[0]
+    return layer.qkv_bias, layer.output_bias, layer.mlp_bias
+
+
 def test_model_config_defaults_equal_transformers():
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (4, 16, False)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
+    assert biases(config) == (False,) * 3
+    assert config.layers == (config.layers[0],) * 4
+    assert config.layers[0].qk_norm is None
     assert config.layer_windows == (None,) * 4
-    assert config.rms_norm_eps == 1e-6
+    assert config.norm == NormSpec(eps=1e-6)
     assert config.max_context == 128
     assert config.stored_dtype is None
     assert parse("Qwen3ForCausalLM").head_dim == 128
@@ -37,11 +45,12 @@ def test_model_config_defaults_equal_transformers():
 
 def test_model_config_biases_follow_architecture():
     llama = parse(attention_bias=True, mlp_bias=True)
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+    assert biases(llama) == (True, True, True)
     qwen2 = parse("Qwen2ForCausalLM")
-    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    assert biases(qwen2) == (True, False, False)
     qwen3 = parse("Qwen3ForCausalLM", attention_bias=True)
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
+    assert biases(qwen3) == (True, True, False)
+    assert qwen3.layers[0].qk_norm is QKNorm.HEAD
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -155,6 +164,41 @@ def test_model_config_digest_covers_the_computation(tmp_path):
     assert parse().digest() == parse(eos_token_id=3, dtype="bfloat16").digest()
     assert len({parse(rms_norm_eps=e).digest() for e in (1e-5, 1e-6)}) == 2
     assert parse(rope_theta=5e4).digest() != parse().digest()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "digest"),
+    [
+        ("LlamaForCausalLM", {}, "99dbfe4b0062ded15ac6368043a4870ad0710b8824d2d0a57c39978fbb5d241c"),
+        (
+            "LlamaForCausalLM",
+            {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+            },
+            "40d855c442339a5f1c07baa80fd180f3a3f02274c1bfa33800c4027c6e9aa9ed",
+        ),
+        (
+            "MistralForCausalLM",
+            {"num_key_value_heads": 2, "sliding_window": 9},
+            "86d7189f8003fa23cf3d0336db81b073e2e74e4b4440cb944af091235749bcd7",
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+            "aac373dd5632c8b7f33c2e04daeb6c9fd984d6786a83fa6233b8b291e9a2b3b2",
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"tie_word_embeddings": True},
+            "13700a4360a56e6b171c61a851a4bf8e7ba4216311ba006358dd92ec2c1c98f2",
+        ),
+    ],
+)
+def test_model_config_digest_survives_updates(architecture, changes, digest):
+    """Workers of two versions exchange KV only if they name a model's computation alike: as version 0.1.0 did."""
+    assert parse(architecture, **changes).digest().hex() == digest
 
 
 def test_model_config_end_tokens_come_from_generation_config(tmp_path):

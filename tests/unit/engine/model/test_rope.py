@@ -94,7 +94,9 @@ def test_rope_scaling_extends_context(rope, max_context):
 @pytest.mark.parametrize(
     ("raw", "field"),
     [
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type"),
+        ({"rope_scaling": {"type": "proportional"}}, "rope_type"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor must be a list"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": ["x"]}}, r"long_factor\[0\]"),
         ({"rope_scaling": {"type": ["yarn"]}}, "rope_type"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),

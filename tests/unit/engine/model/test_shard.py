@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.model.config import ModelArchitecture, parse_model_config
-from engine.model.loader import expected_shapes
+from engine.model.config import parse_model_config
+from engine.model.parameters import parameter_table
 from engine.model.shard import Shard
+from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
 
 SIZES = (1, 2, 4, 8)
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def config(architecture: str = "LlamaForCausalLM", **values) -> ModelArchitecture:
+def config(architecture: str = "LlamaForCausalLM", **values) -> ModelSpec:
     raw = {
         "architectures": [architecture],
         "vocab_size": 97,
@@ -30,7 +31,7 @@ def config(architecture: str = "LlamaForCausalLM", **values) -> ModelArchitectur
     return parse_model_config(raw, {})
 
 
-def splits(model: ModelArchitecture, size: int) -> bool:
+def splits(model: ModelSpec, size: int) -> bool:
     kv = model.num_kv_heads
     return not (model.num_heads % size or model.intermediate_size % size or (kv % size and size % kv))
 
@@ -69,11 +70,12 @@ def test_shard_parts_of_ranks_make_whole_model() -> None:
     assert divided > 300
 
 
-def check_whole(model: ModelArchitecture, shards: list[Shard]) -> None:
-    for name, shape in expected_shapes(model).items():
+def check_whole(model: ModelSpec, shards: list[Shard]) -> None:
+    for stored_part in (part for parts in parameter_table(model).values() for part in parts):
+        name, shape = stored_part.name, stored_part.shape
         stored = torch.arange(torch.Size(shape).numel()).view(shape)
-        holders = [shard for shard in shards if shard.holds(name)]
-        parts = [shard.part(name) for shard in holders]
+        holders = [shard for shard in shards if shard.holds(stored_part)]
+        parts = [shard.slice(stored_part) for shard in holders]
         if parts[0] is None:
             assert len(holders) == (1 if name.endswith(("o_proj.bias", "down_proj.bias")) else len(shards))
             assert parts == [None] * len(parts)
@@ -88,12 +90,11 @@ def check_whole(model: ModelArchitecture, shards: list[Shard]) -> None:
     check_vocabulary(model, shards)
 
 
-def check_heads(model: ModelArchitecture, shards: list[Shard]) -> None:
+def check_heads(model: ModelSpec, shards: list[Shard]) -> None:
     """Each query head finds its own key-value head on its own rank."""
     for shard in shards:
         local = shard.config
-        queries, keys = (shard.part(f"model.layers.0.self_attn.{name}_proj.weight") for name in "qk")
-        values = shard.part("model.layers.0.self_attn.v_proj.weight")
+        queries, keys, values = map(shard.slice, parameter_table(model)["layers.0.qkv.weight"])
         assert keys == values
         assert keys.end - keys.begin == local.num_kv_heads * model.head_dim
         for head in range(local.num_heads):
@@ -101,7 +102,7 @@ def check_heads(model: ModelArchitecture, shards: list[Shard]) -> None:
             assert keys.begin // model.head_dim + head // local.group_size == wanted
 
 
-def check_vocabulary(model: ModelArchitecture, shards: list[Shard]) -> None:
+def check_vocabulary(model: ModelSpec, shards: list[Shard]) -> None:
     rows = shards[0].config.vocab_size
     assert [shard.first_token for shard in shards] == [rank * rows for rank in range(len(shards))]
     assert model.vocab_size <= rows * len(shards) < model.vocab_size + len(shards)
@@ -129,5 +130,6 @@ def test_shard_config_differs_in_sizes_only() -> None:
     model = config(num_attention_heads=8, num_key_value_heads=2)
     local = Shard(model, rank=3, size=4).config
     assert (local.num_heads, local.num_kv_heads, local.intermediate_size, local.vocab_size) == (2, 1, 6, 25)
-    sizes = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 24, "vocab_size": 97}
-    assert replace(local, **sizes) == model
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 24}
+    layers = tuple(replace(layer, **sizes) for layer in local.layers)
+    assert replace(local, layers=layers, vocab_size=97) == model

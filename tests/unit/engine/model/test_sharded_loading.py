@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from engine.model.checkpoints.safetensors_files import Checkpoint, SafetensorsFile
 from engine.model.config import load_model_config
-from engine.model.loader import expected_shapes
+from engine.model.parameters import expected_shapes, parameter_table
 from engine.model.shard import Shard, TensorSlice
 from tests.support.engine.paged_harness import load_plain, reference_model
 
@@ -50,14 +50,15 @@ def views(monkeypatch):
 def test_sharded_loading_rank_reads_its_slices_in_place(directory, views) -> None:
     config = load_model_config(directory)
     stored = load_file(directory / "model.safetensors")
-    read = dict.fromkeys(expected_shapes(config), 0)
+    parts = {part.name: part for parts in parameter_table(config).values() for part in parts}
+    read = dict.fromkeys(parts, 0)
     for rank in range(SIZE):
         views.clear()
         model = load_plain(directory, group=StillGroup(rank))
         shard = Shard(config, rank=rank, size=SIZE)
         assert len({name for name, _ in views}) == len(views)
         for name, view in views:
-            part = shard.part(name)
+            part = shard.slice(parts[name])
             expected = (
                 stored[name] if part is None else stored[name].narrow(part.dim, part.begin, part.end - part.begin)
             )

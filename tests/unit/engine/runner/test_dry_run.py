@@ -42,20 +42,29 @@ def test_peak_memory_growth_is_largest_simultaneous_use() -> None:
     assert 60 * MB < peak.growth_bytes() < 120 * MB
 
 
-def test_dry_run_records_graphs_within_measured_memory(tmp_path, monkeypatch) -> None:
-    """Graphs are recorded at their final size before the budget is computed."""
+@pytest.mark.parametrize(("max_tokens", "num_drafts"), [(32, 9), (11, 5), (6, 0)])
+def test_dry_run_records_graphs_within_measured_memory(tmp_path, monkeypatch, max_tokens: int, num_drafts: int) -> None:
+    """Graphs are recorded at their final size before the budget is computed, and a step has as many drafts as fit."""
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
     model = load_plain(tmp_path)
-    recorded = []
+    recorded, batches = [], []
+    launch = ModelRunner.launch
     monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **options: recorded.append(options))
+    monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: batches.append(batch) or launch(self, batch))
     layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=16)
     measure_workspace_bytes(
         model,
         layout,
-        max_batched_tokens=32,
-        prefill_chunk_tokens=16,
+        max_batched_tokens=max_tokens,
+        prefill_chunk_tokens=6,
         max_running_requests=6,
+        max_draft_rows=9,
         max_context=96,
         max_pool_tokens=640,
     )
-    assert recorded == [{"max_rows": 6, "max_length": 96}]
+    assert recorded == [{"max_rows": 15, "max_length": 96}]
+    assert [batch.num_draft_tokens for batch in batches if batch.num_draft_tokens] == (
+        [num_drafts] if num_drafts else []
+    )
+    assert max(batch.num_samples for batch in batches) == min(15, max_tokens)
+    assert all(batch.num_tokens <= max_tokens for batch in batches)

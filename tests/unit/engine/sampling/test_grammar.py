@@ -181,3 +181,35 @@ def test_grammar_unsupported_structure_is_refused(field, params):
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**params).validate(vocab_size=100)
     assert refused.value.param == field
+
+
+def test_grammar_fork_leaves_guide_as_it_was(guides):
+    guide, twin = guides.guide(GRAMMARS["schema"]), guides.guide(GRAMMARS["schema"])
+    bits = [np.zeros(num_words(2048), dtype=np.int32) for _ in range(2)]
+    while not twin.is_over:
+        ahead = guide.fork()
+        for _ in range(3):
+            if not ahead.is_over:
+                bits[1].fill(0)
+                ahead.allow(bits[1])
+                ahead.accept(int(np.flatnonzero(np.unpackbits(bits[1].view(np.uint8), bitorder="little"))[-1]))
+        for one, row in zip((guide, twin), bits, strict=True):
+            row.fill(0)
+            one.allow(row)
+        assert np.array_equal(*bits)
+        allowed = np.unpackbits(bits[0].view(np.uint8), bitorder="little")
+        assert not guide.fork().accept(int(np.flatnonzero(allowed == 0)[-1]))
+        token = int(np.flatnonzero(allowed)[0])
+        assert guide.accept(token)
+        assert twin.accept(token)
+    assert guide.is_over
+    assert not guide.has_refused
+
+
+def test_grammar_forced_tokens_are_the_only_text(guides, decode):
+    guide = guides.guide(GRAMMARS["schema"])
+    # The quote that follows is forced as well, but many tokens begin with it: which one is a choice.
+    assert decode(guide.forced(20)) == '{"name":'
+    assert len(guide.forced(2)) == 2
+    assert guide.num_tokens == 0
+    assert not guides.guide(GRAMMARS["regex"]).forced(8)  # red or green

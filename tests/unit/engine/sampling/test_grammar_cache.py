@@ -70,7 +70,9 @@ FOLLOW_ENDLESS = """
 import sys
 from tests.unit.engine.sampling.test_grammar_cache import follow, llguides
 guide = llguides().guide(sys.argv[1])
+guide.forced(8)
 follow(guide, seed=0, num_tokens=300)
+guide.forced(8)
 print(guide.num_tokens)
 """
 

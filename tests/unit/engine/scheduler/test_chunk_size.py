@@ -298,3 +298,16 @@ def test_chunk_size_without_bound_exceeds_step_time() -> None:
     served = Served(Machine(slowness=2.0), None).with_readers()
     served.add(4000, 10)
     assert served.step()[1] > BOUND_S
+
+
+def test_chunk_size_drafts_belong_to_the_decodes() -> None:
+    """Steps of decodes with drafts, which take twice as long, shorten chunks as slower decodes would."""
+    found = []
+    for num_drafts, decode_s in ((0, 0.04), (6, 0.04)):
+        sizer = ChunkSizer(max_step_s=0.1, max_tokens=1024)
+        decodes = StepTimings(0.0, decode_s, 0.0, 2 + num_drafts, 2, num_draft_tokens=num_drafts)
+        chunk = StepTimings(0.0, decode_s + 0.1, 0.0, 2 + num_drafts + 200, 3, num_draft_tokens=num_drafts)
+        for timings, beside in ((decodes, True), (chunk, True), (decodes, True), (chunk, True)):
+            sizer.observe(timings, beside_decodes=beside)
+        found.append(sizer.chunk_tokens())
+    assert found[0] == found[1] < 1024

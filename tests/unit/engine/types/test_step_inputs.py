@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,3 +111,73 @@ def test_step_inputs_missing_blocks_are_refused() -> None:
     one.block_table.clear()
     with pytest.raises(InvariantError, match="0 blocks"):
         build_step_inputs(Batch(items=(BatchItem(one, 5, 1, True),)), SIZE)
+
+
+def twins(batch: Batch) -> Batch:
+    """The same work without drafts: for each draft another request with the same blocks, which knows it already."""
+    items = []
+    for item in batch.items:
+        items.append(item._replace(drafts=()))
+        for i in range(1, len(item.drafts) + 1):
+            one = item.request
+            tokens = array("i", [*one.token_ids, *item.drafts[:i]])
+            twin = replace(one, token_ids=tokens, block_table=BlockTable(one.block_table))
+            items.append(BatchItem(twin, item.start + i, 1, True))
+    return replace(batch, items=tuple(items))
+
+
+def sequences(inputs: StepInputs) -> list[tuple[list[int], ...]]:
+    """What each sequence of one row computes."""
+    columns = (inputs.token_ids, inputs.positions, inputs.slots, inputs.starts, inputs.counts)
+    return [(*(column[i].tolist() for column in columns), inputs.tables[i].tolist()) for i in range(inputs.num_single)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_step_inputs_drafts_are_rows_of_requests_that_know_them(seed: int) -> None:
+    rng, builder, num_drafts = random.Random(seed), StepInputBuilder(SIZE), 0
+    live = [request(rng, rng.randrange(1, 40)) for _ in range(5)]
+    for _ in range(60):
+        items = []
+        for item in step(rng, live).items:
+            most = len(item.request.block_table) * SIZE - item.request.num_tokens
+            can = item.samples and item.num_tokens == 1 and most > 0 and rng.random() < 0.7
+            drafts = [rng.randrange(1000) for _ in range(rng.randint(1, most))] if can else []
+            items.append(item._replace(drafts=tuple(drafts)))
+            num_drafts += can
+        batch = Batch(items=tuple(items))
+        found, plain = builder.build(batch), build_step_inputs(twins(batch), SIZE)
+        assert found.num_single == plain.num_single == len(sequences(found))
+        assert sorted(sequences(found)) == sorted(sequences(plain))
+        for name in ("token_ids", "positions", "slots", "starts", "counts", "tables"):
+            ours, theirs = (getattr(inputs, name)[inputs.num_single :].tolist() for inputs in (found, plain))
+            assert ours == theirs
+        # The same samples in the same order; those of a request in the order of its tokens.
+        for name in ("token_ids", "positions", "slots"):
+            ours, theirs = (getattr(inputs, name)[inputs.sample_rows].tolist() for inputs in (found, plain))
+            assert ours == theirs
+        place = 0
+        for item in batch.items:
+            rows = found.sample_rows[place : place + 1 + len(item.drafts)].tolist() if item.samples else []
+            assert rows == list(range(rows[0], rows[0] + len(rows))) if rows else not item.drafts
+            place += len(rows)
+        for item in batch.items:
+            item.request.num_computed_tokens = item.start + item.num_tokens
+            if item.samples:
+                item.request.token_ids.append(rng.randrange(1000))
+                if len(item.request.block_table) * SIZE < item.request.num_tokens + rng.choice([0, 0, 9]):
+                    item.request.block_table.extend(BlockId(rng.randrange(1, 500)) for _ in range(3))
+        edit(rng, live)
+    assert num_drafts > 20
+
+
+def test_step_inputs_tokens_after_drafts_are_not_fed() -> None:
+    """How many drafts will be kept is not known, so nothing may be computed behind them."""
+    rng = random.Random(1)
+    one, other = request(rng, 6), request(rng, 6)
+    builder = StepInputBuilder(SIZE)
+    builder.build(Batch(items=(BatchItem(one, 5, 1, True, (7, 8)), BatchItem(other, 5, 1, True))))
+    inputs = builder.build(Batch(items=(BatchItem(other, 6, 1, True),)))
+    assert inputs.feeds.tolist() == [[0, 3]]
+    builder.build(Batch(items=(BatchItem(one, 5, 1, True, (7, 8)),)))
+    with pytest.raises(InvariantError, match="has not been sampled"):
+        builder.build(Batch(items=(BatchItem(one, 6, 1, True),)))

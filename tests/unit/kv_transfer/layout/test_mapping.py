@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.model.config import parse_model_config
+from engine.model.parameters import parameter_table
 from engine.model.shard import Shard
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.cells import TokenBlocks
@@ -160,7 +161,9 @@ def test_mapping_of_head_names_engine_ranks(tp, heads):
         one = cells(kv, 0, 1, first_head=head, num_heads=1)
         planes = {offset // kv.layer_block_bytes for offset, _ in mapping.writes(one, at)}
         planes |= {there // kv.layer_block_bytes for _, there, _ in mapping.fan_out(one, at)}
-        parts = [Shard(config, rank=rank, size=tp).part("model.layers.0.self_attn.k_proj.weight") for rank in range(tp)]
+        _, keys, _ = parameter_table(config)["layers.0.qkv.weight"]
+        assert keys.name == "model.layers.0.self_attn.k_proj.weight"
+        parts = [Shard(config, rank=rank, size=tp).slice(keys) for rank in range(tp)]
         holders = [rank for rank, part in enumerate(parts) if part.begin <= head * 2 < part.end]
         assert planes == {rank * 8 + layer for rank in holders for layer in range(8)}
 

@@ -1,5 +1,6 @@
 """The kernel that copies and sums a chunk's runs, in triton's interpreter, against plain torch on the same pools."""
 
+import functools
 import importlib
 import json
 import os
@@ -27,22 +28,33 @@ ROOT = Path(__file__).parents[4]
 DTYPES = ("bfloat16", "float32", "fp8_e4m3", "int8")
 
 
+@functools.cache
+def shared_kernel():
+    """One serves all pools, as a process has one: to make it launches every variant."""
+    return run_kernel.RunKernel(torch.device("cpu"))
+
+
+class NotedKernel:
+    """A RunKernel, and what it was launched for."""
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+        self.launched = []
+
+    def launch(self, moves, source, target, stream):
+        self.launched.append(moves)
+        return self._kernel.launch(moves, source, target, stream)
+
+
 class Pools:
     """The same bytes twice: the kernel works on one, and plain torch on the other."""
 
-    def __init__(self, kv, num_blocks, generator):
+    def __init__(self, kv, num_blocks, generator, kernel=None):
         size = num_blocks * kv.worker_block_bytes
         memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         self.by_kernel, self.by_torch = TorchPool(memory, kv), TorchPool(memory.clone(), kv)
-        self.by_kernel._kernel = run_kernel.RunKernel(torch.device("cpu"))
-        self.launched = []
-        launch = self.by_kernel._kernel.launch
-
-        def noted(moves, source, target):
-            self.launched.append(moves)
-            return launch(moves, source, target)
-
-        self.by_kernel._kernel.launch = noted
+        self.by_kernel._kernel = NotedKernel(kernel or shared_kernel())
+        self.launched = self.by_kernel._kernel.launched
 
     def assert_equal(self):
         assert torch.equal(self.by_kernel.memory, self.by_torch.memory)
@@ -142,14 +154,16 @@ def test_run_kernel_sends_and_fans_out_as_plain_torch_does(seed, block_words):
         target.assert_equal()
 
 
-def test_run_kernel_tests_meet_every_variant():
+def test_run_kernel_tests_meet_every_variant(monkeypatch):
     """Both alignments, with and without joined runs, several planes in a layer, copies to other ranks."""
+    shared_kernel()
+    monkeypatch.setattr(run_kernel.RunKernel, "launch", lambda *_: int)  # what it is launched for is enough
     cases = [Case(seed) for seed in range(16)] + [Case(100 + seed) for seed in range(16)]
     for case in cases:
         case.source.by_kernel.checksum(case.reads)
     tables = [case.source.launched[0] for case in cases]
     assert {table.alignment for table in tables} == set(ALIGNMENTS)
-    assert {len(table.planes) // (2 * table.num_layers) for table in tables} >= {1, 2}
+    assert {table.planes_per_layer for table in tables} >= {1, 2}
     assert {table.num_rows > 1 for table in tables} == {True, False}
     assert any(case.target_cells.fan_out(case.cells).planes for case in cases)
 
@@ -174,17 +188,18 @@ def test_run_kernel_leaves_memory_at_odd_addresses_to_plain_torch():
     assert not pools.launched
 
 
-def test_run_kernel_table_of_many_runs_has_room():
+def test_run_kernel_table_of_many_runs_has_room(monkeypatch):
     """More runs than the tables that are kept have room for; then those are used again."""
+    monkeypatch.setattr(run_kernel, "_TABLE_NUMBERS", 128)
     kv = layout(layers=2, head_dim=8, heads=1, block_size=4)
-    num_blocks = 2 * run_kernel._TABLE_NUMBERS // 5
+    num_blocks = 2 * run_kernel._TABLE_NUMBERS
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     blocks = tuple(range(0, num_blocks, 2))
-    pools = Pools(kv, num_blocks, torch.Generator().manual_seed(1))
-    for count in (len(blocks), 3):
+    pools = Pools(kv, num_blocks, torch.Generator().manual_seed(1), run_kernel.RunKernel(torch.device("cpu")))
+    for count in (len(blocks), 3, len(blocks)):
         runs = pairing.at_source(0, 0, blocks, num_blocks).reads(cells(kv, 0, count))
         assert both(pools, lambda pool, runs=runs: pool.checksum(runs))
-    assert len(pools.launched[0].rows) > run_kernel._TABLE_NUMBERS
+    assert [table.num_numbers > run_kernel._TABLE_NUMBERS for table in pools.launched] == [True, False, True]
 
 
 COMPILE = """
@@ -193,7 +208,8 @@ from engine.kernels.triton.aot import compile_case
 from engine.kernels.triton.aot_cases import AotCase
 from kv_transfer.memory.move_table import ALIGNMENTS
 from kv_transfer.memory.run_kernel import BLOCK_WORDS, move_runs_kernel
-types = {"source_ptr": "*u8", "target_ptr": "*u8", "table_ptr": "*i64", "out_ptr": "*i64"}
+types = {"source_ptr": "*u8", "target_ptr": "*u8", "table_ptr": "*i64", "count_ptr": "*i64"}
+types |= {"planes_per_layer": "i32", "layer_bytes": "i32"}
 for alignment in ALIGNMENTS:
     for copies in (True, False):
         constants = {"COPIES": copies, "ALIGNMENT": alignment, "BLOCK": BLOCK_WORDS}
@@ -212,4 +228,4 @@ def test_run_kernel_compiles_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 4
-    assert all(registers <= 128 and not spilled for _, registers, spilled in rows), rows
+    assert all(registers <= 160 and not spilled for _, registers, spilled in rows), rows

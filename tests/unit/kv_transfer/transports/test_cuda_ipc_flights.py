@@ -31,11 +31,12 @@ class FakeKernel:
     def __init__(self, pool):
         self._pool = pool
 
-    def launch(self, moves: MoveTable, source, target):
+    def launch(self, moves: MoveTable, source, target, _stream):
         parts = []
-        planes, rows = moves.planes.reshape(moves.num_layers, -1, 2), torch.tensor(moves.rows).view(-1, 5).tolist()
+        planes, rows = moves.planes.reshape(moves.num_layers, -1, 2), torch.tensor(moves.rows).view(-1, 4).tolist()
         for layer in planes.tolist():
-            for plane, here, there, _, length in rows:
+            for here, there, span, plane in rows:
+                length = span & 0xFFFFFFFF
                 begin, end = layer[plane][0] + here, layer[plane][1] + there
                 parts.append(source[begin : begin + length])
                 target[end : end + length] = parts[-1]

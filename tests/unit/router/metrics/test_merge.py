@@ -49,8 +49,9 @@ def test_merge_adds_counts_but_not_worker_reports() -> None:
 def test_merge_worker_totals_use_maximum() -> None:
     lines = b'# TYPE tandem_worker_fetched_tokens_total counter\ntandem_worker_fetched_tokens_total{worker="d"} %d\n'
     assert value(merge([lines % 40, lines % 42]), "tandem_worker_fetched_tokens_total", worker="d") == 42
-    lines = b'# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{engine="d"} %d\n'
-    assert value(merge([lines % 3, lines % 3]), "vllm:num_preemptions_total", engine="d") == 3
+    for name in ("vllm:num_preemptions_total", "vllm:spec_decode_num_draft_tokens_total"):
+        lines = f'# TYPE {name} counter\n{name}{{engine="d"}} 3\n'.encode()
+        assert value(merge([lines, lines]), name, engine="d") == 3
 
 
 def test_merge_redis_up_uses_minimum() -> None:

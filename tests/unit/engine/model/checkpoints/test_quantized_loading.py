@@ -273,6 +273,7 @@ def test_bitsandbytes_damaged_state_is_refused(state: bytes, match: str, folder:
         ("gptq-4", {"bits": True}, "bits must be one of"),
         ("gptq-4", {"bits": None}, "bits must be one of 2, 3, 4, 8, is 0"),
         ("gptq-4", {"bits": [4]}, "bits must be one of"),
+        ("gptq-4", {"bits": 4.0}, "bits must be one of 2, 3, 4, 8, is 4.0"),
         ("gptq-4", {"group_size": 0}, "group_size must be an integer in"),
         ("gptq-4", {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq, gptq_v2, is 'marlin'"),
         ("gptq-4", {"dynamic": {"-:.*": {}}}, "'dynamic' is not a setting of gptq that is supported"),

@@ -1,0 +1,92 @@
+"""Parts of the CPU backend that only some model families have: other norms, GELU's gate, capped logits."""
+
+from torch import Tensor
+
+from engine.backends.buffers import Buffers
+from engine.kernels.cpu.gemm import FEW_ROWS, whole_tiles
+from engine.kernels.cpu.norms import CompiledNorm, CpuActivations
+from engine.model.backend import Projection
+
+
+class CompiledInputNorm:
+    """Adds the delta to the residual stream and norms it in one pass, or copies it where a model has no norm."""
+
+    __slots__ = ("_buffers", "_gives_tiles", "_norm", "weight")
+
+    def __init__(self, norm: CompiledNorm, weight: Tensor, buffers: Buffers, *, gives_tiles: bool) -> None:
+        """`weight`: `[size]`, or of no size; `gives_tiles`: with many rows, write tiles, which the following projection
+        reads.
+        """
+        self._norm = norm
+        self._buffers = buffers
+        self._gives_tiles = gives_tiles
+        self.weight = weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Added after the scaling, `[size]`."""
+        return self._norm.bias
+
+    @property
+    def nbytes(self) -> int:
+        return self._norm.nbytes
+
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        rows, size = residual.shape
+        out = self._buffers.rows("normed", whole_tiles(rows), size, residual.dtype)[:rows]
+        norm = self._norm.add_to_tiles if self._gives_tiles and rows > FEW_ROWS else self._norm.add
+        norm(residual, delta, out)
+        return out
+
+
+class GeluGated:
+    """GELU's gate on the result of a stacked projection."""
+
+    __slots__ = ("_activations", "_buffers", "_gives_tiles", "_padding", "_projection")
+
+    def __init__(
+        self,
+        projection: Projection,
+        activations: CpuActivations,
+        buffers: Buffers,
+        *,
+        gives_tiles: bool,
+        padding: int,
+    ) -> None:
+        """`gives_tiles`: with many rows, write tiles, which the following projection reads; `padding`: of rows."""
+        self._projection = projection
+        self._activations = activations
+        self._buffers = buffers
+        self._gives_tiles = gives_tiles
+        self._padding = padding
+
+    @property
+    def nbytes(self) -> int:
+        return self._projection.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        stacked = self._projection(x)
+        rows, inner = stacked.shape[0], stacked.shape[1] // 2
+        out = self._buffers.rows("gated", whole_tiles(rows), inner, stacked.dtype, padding=self._padding)[:rows]
+        to_tiles = self._gives_tiles and rows > FEW_ROWS
+        gate = self._activations.gelu_mul_to_tiles if to_tiles else self._activations.gelu_mul
+        gate(stacked, out)
+        return out
+
+
+class CappedHead:
+    """An output head with bounded logits."""
+
+    __slots__ = ("_activations", "_cap", "_head")
+
+    def __init__(self, head: Projection, cap: float, activations: CpuActivations) -> None:
+        self._head = head
+        self._cap = cap
+        self._activations = activations
+
+    @property
+    def nbytes(self) -> int:
+        return self._head.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._activations.soft_cap_(self._head(x), self._cap)
