@@ -62,7 +62,7 @@ def test_dry_run_records_graphs_within_measured_memory(tmp_path, monkeypatch, ma
         max_context=96,
         max_pool_tokens=640,
     )
-    assert recorded == [{"max_rows": 15, "max_length": 96}]
+    assert recorded == [{"max_rows": 15, "max_tokens": max_tokens, "max_length": 96}]
     assert [batch.num_draft_tokens for batch in batches if batch.num_draft_tokens] == (
         [num_drafts] if num_drafts else []
     )
