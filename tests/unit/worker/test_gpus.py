@@ -74,12 +74,12 @@ async def test_gpus_are_taken_before_model_loads(module: Any, monkeypatch: pytes
     class Loading(Exception):
         """Raised when loading is reached."""
 
-    def load_model(spec: Any, **_: Any) -> None:
+    def load_model(spec: Any, _progress: Any) -> None:
         raise Loading(spec.gpus, spec.gpu_sharers)
 
     seen: list[WorkerPlace] = []
     monkeypatch.setattr(module, "take_gpus", lambda _config, _role, place: seen.append(place) or GpuSeat(gpus=(6,)))
-    monkeypatch.setattr(module, "assemble", load_model)
+    monkeypatch.setattr(module, "assemble_worker", load_model)
     place = WorkerPlace(address="127.0.0.1:0", gpus=(6,))
     with pytest.raises(Loading) as caught:
         await module.serve(cluster(), place, Lifetime())
