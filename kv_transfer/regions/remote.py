@@ -85,11 +85,17 @@ class RemoteRegion:
         return await future
 
     async def _read(self) -> None:
-        while (report := await wire.read(self._reader, pb.RegionReport)) is not None:
-            if report.HasField("quiet"):
-                self._proven(wire.key_from_pb(report.quiet))
-            elif (answered := self._waiting.pop(report.number, None)) is not None:
-                answered(report)
+        try:
+            while (report := await wire.read(self._reader, pb.RegionReport)) is not None:
+                if report.HasField("quiet"):
+                    self._proven(wire.key_from_pb(report.quiet))
+                elif (answered := self._waiting.pop(report.number, None)) is not None:
+                    answered(report)
+        finally:
+            # Whatever the reason: nobody may wait for an answer that will not be read.
+            self._end()
+
+    def _end(self) -> None:
         self.ended = True
         waiting, self._waiting = self._waiting, {}
         for answered in waiting.values():
