@@ -6,6 +6,7 @@ what it carries. A pair with one region on either side has one lane, which carri
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from kv_transfer.layout.cell_range import CellRange
@@ -49,6 +50,7 @@ def whole_lane(layout: KVLayout) -> Lane:
     )
 
 
+@lru_cache(maxsize=64)  # asked for once for each lane, and of a few pairs of layouts
 def lanes_between(source: KVLayout, destination: KVLayout) -> tuple[Lane, ...]:
     """Lanes that bring every head to each region of `destination` that holds it, once, in order of destinations.
 

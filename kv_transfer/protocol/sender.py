@@ -341,7 +341,8 @@ class Sender:
         for seq, _rewrite in self._writes_under_way:
             under_way[self._chunks[seq].lane] += 1
         for number, lane in enumerate(self._lanes):
-            for seq in lane.seqs[lane.next_write :][: max(0, self.plan.write_window - under_way[number])]:
+            room = max(0, self.plan.write_window - under_way[number])
+            for seq in lane.seqs[lane.next_write : lane.next_write + room]:
                 actions.append(self._write(self._chunks[seq]))
                 lane.next_write += 1
         if actions and self.state is HandoffState.RESERVED:

@@ -1,15 +1,17 @@
 """A region whose memory only another rank's process has: rank 0 orders, and that process does (see server.py).
 
 The end of the socket is the end of the process, and with it of the memory: its writes fail, and nothing lands there any
-more. Rank 0 does not outlive it by long, for one dead rank ends the worker.
+more. Rank 0 does not outlive it by long, for one dead rank ends the worker. Nothing else proves anything: what fails in
+rank 0 while it takes a report ends the worker, too.
 """
 
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from typing import Any
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
@@ -22,51 +24,63 @@ from tandem.errors import ConfigError, TransferError
 from tandem.protocol.wire import layout_to_pb
 from tandem.v1 import kv_region_pb2 as pb
 
-Answered = Callable[[pb.RegionReport | None], None]
+OnReport = Callable[[pb.RegionReport | None], None]
 """Called with the answer to an order; None when the process has ended."""
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+"""Starts a task whose failure ends the worker."""
+_OPEN_S = 60.0
+"""Time for a rank to open its ends."""
 
 
 class RemoteRegion:
     """Implements ReceivingRegion and SendingRegion by a rank's process; made by `open_region`, used on one event
     loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, spawn: Spawn) -> None:
         """`name`: of the rank, for messages."""
         self.name = name
         self._reader = reader
         self._writer = writer
         self._transports: tuple[str, ...] = ()
         self._number = 0
-        self._waiting: dict[int, Answered] = {}
+        self._waiting: dict[int, OnReport] = {}
         self._on_quiet: Callable[[TransferKey], None] = lambda _key: None
         self._revoked: Counter[TransferKey] = Counter()
         """Revocations that are not proven yet."""
         self.ended = False
-        self._task = asyncio.get_running_loop().create_task(self._read())
+        self._is_closing = False
+        self._has_read = asyncio.Event()
+        spawn(self._read())
 
     async def open_ends(self, ends: RegionEnds) -> None:
         """Open the region's ends. Raises ConfigError for a forced transport that cannot work there."""
-        report = await self.ask(pb.RegionOrder(open=wire.ends_to_pb(ends)))
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                report = await self.ask(pb.RegionOrder(open=wire.ends_to_pb(ends)))
+        except TimeoutError:
+            raise ConfigError(f"{self.name}: has not opened its KV transports within {_OPEN_S:g} s") from None
         if report is None or report.HasField("failed"):
             raise ConfigError(f"{self.name}: {'has ended' if report is None else report.failed}")
         self._transports = tuple(report.opened.transports)
 
     async def aclose(self) -> None:
-        """End the connection; the other process closes its ends then."""
-        self._writer.close()
-        await self._task
+        """End the connection; the other process closes its ends then. Orders that it has not read are lost."""
+        self._is_closing = True
+        self._writer.transport.abort()  # what is queued for a frozen process would never be sent
+        await self._has_read.wait()
         with suppress(OSError):
             await self._writer.wait_closed()
 
-    def order(self, order: pb.RegionOrder, answered: Answered) -> None:
-        """Send an order; `answered` is called once, at once if the process has ended."""
+    def order(self, order: pb.RegionOrder, on_report: OnReport) -> None:
+        """Send an order; `on_report` is called once, at once if the process has ended."""
         self._number += 1
         order.number = self._number
         if self.ended:
-            answered(None)
+            on_report(None)
             return
-        self._waiting[order.number] = answered
-        self._writer.write(wire.pack(order))
+        message = wire.pack(order)
+        self._waiting[order.number] = on_report
+        self._writer.write(message)
 
     def send(self, order: pb.RegionOrder) -> None:
         """Send an order that is not answered."""
@@ -89,17 +103,20 @@ class RemoteRegion:
             while (report := await wire.read(self._reader, pb.RegionReport)) is not None:
                 if report.HasField("quiet"):
                     self._proven(wire.key_from_pb(report.quiet))
-                elif (answered := self._waiting.pop(report.number, None)) is not None:
-                    answered(report)
-        finally:
-            # Whatever the reason: nobody may wait for an answer that will not be read.
+                elif (on_report := self._waiting.pop(report.number, None)) is not None:
+                    on_report(report)
             self._end()
+        finally:
+            self._has_read.set()
 
     def _end(self) -> None:
+        """Nobody will answer any more."""
         self.ended = True
         waiting, self._waiting = self._waiting, {}
-        for answered in waiting.values():
-            answered(None)
+        for on_report in waiting.values():
+            on_report(None)
+        if self._is_closing:
+            return  # this end hung up, which says nothing of the other
         for key in list(self._revoked):
             self._proven(key)
 
@@ -251,10 +268,10 @@ class RemoteWriter:
                 future.set_exception(TransferError(report.failed))
 
 
-async def open_region(sock: socket.socket, ends: RegionEnds, name: str) -> RemoteRegion:
+async def open_region(sock: socket.socket, ends: RegionEnds, name: str, spawn: Spawn) -> RemoteRegion:
     """Take over the socket to a rank's RegionServer and open its ends. Raises ConfigError."""
     reader, writer = await asyncio.open_connection(sock=sock)
-    region = RemoteRegion(reader, writer, name)
+    region = RemoteRegion(reader, writer, name, spawn)
     try:
         await region.open_ends(ends)
     except BaseException:

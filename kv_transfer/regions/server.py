@@ -2,6 +2,7 @@
 
 It decides nothing and remembers no hand-off beyond the grants and writes of its transports. It runs on a thread with an
 event loop of its own, beside the thread that computes the rank's steps, and ends with rank 0's end of the socket.
+Rank 0 takes the end of this one for the end of the process: so a bug here must end the process, before the socket.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from typing import Any
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey
-from kv_transfer.protocol.wire import decode_offers, encode_offers
+from kv_transfer.protocol.wire import WireError, decode_offers, encode_offers
 from kv_transfer.regions import wire
 from kv_transfer.regions.interface import LaneGrant, LaneRequest, OpenedGrant
 from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
@@ -47,9 +48,11 @@ class _Ends:
 class RegionServer:
     """Serves one region until the other end of `sock`, which it owns, is closed."""
 
-    def __init__(self, region: KVRegion, sock: socket.socket) -> None:
+    def __init__(self, region: KVRegion, sock: socket.socket, end_process: Callable[[], object]) -> None:
+        """`end_process`: called when something has failed that nothing should make fail."""
         self._region = region
         self._sock = sock
+        self._end_process = end_process
         self._ends: _Ends | None = None
         self._connections: dict[int, tuple[PeerWriter, Pairing]] = {}
         self._pairings: OrderedDict[tuple[Any, ...], Pairing] = OrderedDict()
@@ -67,8 +70,8 @@ class RegionServer:
         try:
             asyncio.run(self._serve())
         except Exception:
-            # The thread's outermost frame. Rank 0 must not wait for answers, so the socket ends with the thread.
-            log.exception("the region of this rank is served no longer")
+            log.exception("the region of this rank is served no longer")  # the thread's outermost frame
+            self._end_process()
         finally:
             self._sock.close()
 
@@ -76,7 +79,9 @@ class RegionServer:
         reader, self._writer = await asyncio.open_connection(sock=self._sock)
         try:
             while (order := await wire.read(reader, pb.RegionOrder)) is not None:
-                self._obey(order)
+                self._on_order(order)
+        except Exception as error:  # noqa: BLE001 - a bug, of which the process ends
+            self._fail(error)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -92,7 +97,7 @@ class RegionServer:
 
     # Orders, in the order in which they come; what takes long goes on beside the next
 
-    def _obey(self, order: pb.RegionOrder) -> None:
+    def _on_order(self, order: pb.RegionOrder) -> None:
         number = order.number
         match order.WhichOneof("kind"):
             case "open":
@@ -108,9 +113,9 @@ class RegionServer:
             case "connect":
                 self._spawn(self._connect(number, order.connect))
             case _:
-                self._obey_connected(order)
+                self._on_connection_order(order)
 
-    def _obey_connected(self, order: pb.RegionOrder) -> None:
+    def _on_connection_order(self, order: pb.RegionOrder) -> None:
         """Orders about a connection, which may have been closed meanwhile."""
         match order.WhichOneof("kind"):
             case "write":
@@ -145,16 +150,17 @@ class RegionServer:
         self._report(pb.RegionReport(number=number, offers=handoff_pb2.RegionTransports(transports=offers)))
 
     async def _connect(self, number: int, order: pb.ConnectLane) -> None:
-        request = LaneRequest(
-            lane=order.lane,
-            destination=layout_from_pb(order.destination),
-            offers=decode_offers(order.offers),
-            wire_dtype=order.wire_dtype,
-        )
         try:
+            request = LaneRequest(
+                lane=order.lane,
+                destination=layout_from_pb(order.destination),
+                offers=decode_offers(order.offers),
+                wire_dtype=order.wire_dtype,
+            )
             made = await self._opened.sending.connect(request)
-        except TransferError as error:
-            self._report(pb.RegionReport(number=number, failed=error.message))
+        except (TransferError, WireError) as error:  # all of it is the peer's
+            reason = error.message if isinstance(error, TransferError) else str(error)
+            self._report(pb.RegionReport(number=number, failed=reason))
             return
         pairing = Pairing.from_layouts(
             self._region.layout, request.destination, wire_dtype=made.wire_dtype, lane=request.lane
@@ -249,8 +255,9 @@ class RegionServer:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End the connection: rank 0 must not wait for an answer that will never come."""
+        """End the process: rank 0 must not wait for an answer that will never come."""
         log.error("an order of rank 0 ended in a bug", exc_info=error)
+        self._end_process()
         if self._writer is not None:
             self._writer.close()
 

@@ -23,6 +23,8 @@ from tandem.errors import InvariantError, TransferError
 from tandem.values.ids import Incarnation
 
 log = logging.getLogger(__name__)
+_CONNECT_LANES_S = 60.0
+"""Bound for what no transport bounds: a rank that is frozen."""
 
 
 class SenderLink:
@@ -102,10 +104,15 @@ class SenderLink:
             return self._refuse(
                 f"transports of {1 + len(theirs.more_regions)} regions, not {theirs.layout.num_regions}"
             )
+        if len(theirs.transports) > wire.MAX_TRANSPORTS:
+            return self._refuse(f"{len(theirs.transports)} transports, at most {wire.MAX_TRANSPORTS} are read")
         try:
-            lanes = await self._connect(theirs)
+            async with asyncio.timeout(_CONNECT_LANES_S):
+                lanes = await self._connect(theirs)
         except TransferError as error:
             return self._refuse(error.message)
+        except TimeoutError:
+            return self._refuse(f"KV connections were not made within {_CONNECT_LANES_S:g} s")
         chosen = tuple(TransportOffer(name=lane.transport, advert=b"", host_id="") for lane in lanes)
         return self._envelope(None, replace(mine, transports=chosen, wire_dtype=lanes[0].wire_dtype))
 

@@ -39,6 +39,11 @@ class NvidiaHost:
         stated, found = self._environ.get(VISIBLE), self._uuids()
         return found if stated is None else _as_cuda_reads(stated, len(found))
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether somebody has said which GPUs this process may use, and in which order."""
+        return VISIBLE in self._environ
+
     def put_first(self, gpus: Sequence[int]) -> None:
         names = self.names()
         order = [*gpus, *(index for index in range(len(names)) if index not in gpus)]

@@ -1,10 +1,12 @@
 """A worker's engine with a KV pool that transports can use, and the region of it that is in a process."""
 
 import socket
+from functools import partial
 
 import torch
 
 from engine.assembly import EngineParts, assemble
+from engine.distributed.ranks.command_line import exit_process
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.loader import Progress
 from engine.runner.device_queue import device_queue
@@ -53,7 +55,7 @@ def region_of_cache(cache: PagedKVCache) -> KVRegion:
 
 def serve_region(sock: socket.socket, cache: PagedKVCache) -> None:
     """Serve a rank's part of the pool to rank 0 at the other end of `sock`, on threads beside the rank's own."""
-    RegionServer(region_of_cache(cache), sock).start()
+    RegionServer(region_of_cache(cache), sock, end_process=partial(exit_process, 1)).start()
 
 
 def _on_device(cache: PagedKVCache) -> KVRegion:

@@ -171,7 +171,7 @@ async def _other_regions(stack: AsyncExitStack, plan: FabricPlan, kv_host: str) 
     )
     regions = []
     for rank in sorted(plan.rank_sockets):
-        region = await open_region(plan.rank_sockets.pop(rank), ends, f"rank {rank}")
+        region = await open_region(plan.rank_sockets.pop(rank), ends, f"rank {rank}", plan.spawn)
         stack.push_async_callback(region.aclose)
         regions.append(region)
     return regions

@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.heartbeat import Pulse
@@ -30,6 +32,7 @@ from engine.model.memory_budget import check_share_of_rank, default_limit_bytes
 from engine.runner.dry_run import PeakMemory, release_unused_memory
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import ConfigError
+from tandem.process.gpu_host import NvidiaHost
 from tandem.telemetry.logs import configure
 
 _log = logging.getLogger(__name__)
@@ -85,7 +88,7 @@ def _follow(
 ) -> int:
     if store_fd is None and over_nodes is None:
         raise RankLost("the setup has no descriptor of the group's store")
-    options = setup.on_own_machine(threads_per_process)
+    options = with_own_gpu_first(setup.on_own_machine(threads_per_process), NvidiaHost(os.environ))
     device = options.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,6 +117,18 @@ def _follow(
     channel.send(ChannelKind.LOADED, facts.to_json())
     _Follower(channel, model, on_pool).run()
     return 0
+
+
+def with_own_gpu_first(options: BackendOptions, host: NvidiaHost) -> BackendOptions:
+    """Make the rank's GPU the first of this process: else its threads would begin on another rank's.
+
+    Where rank 0 has not ordered the GPUs either, CUDA's numbers stay. Call it before CUDA is used.
+    """
+    index = options.device.index
+    if options.device.type != "cuda" or not index or not host.is_ordered:
+        return options
+    host.put_first((index,))
+    return replace(options, device=torch.device("cuda", 0))
 
 
 def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:

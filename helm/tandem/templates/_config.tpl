@@ -232,7 +232,7 @@ builtin
 {{- end -}}
 {{- include "tandem.checkNodes" . -}}
 {{- if and .pool.gpu.enabled (gt (int .settings.tensor_parallel_size) 1) (gt (int .c.prefill.replicas) 0) -}}
-{{- fail (printf "config.%s.tensor_parallel_size: %d: KV in the memory of several GPUs cannot be handed over yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
+{{- fail (printf "config.%s.tensor_parallel_size: %d: this chart does not offer the hand-off between workers of several GPUs yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
 {{- end -}}
 {{- if and .pool.gpu.enabled (ne .c.engine.quantization "none") -}}
 {{- fail (printf "config.engine.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" .c.engine.quantization .name) -}}

@@ -6,12 +6,14 @@ The pool is a memfd, so that tests can look at it, but transports are not told o
 """
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import map_shared
@@ -52,7 +54,7 @@ async def region_process(pool: RankedPool, index: int, ends: RegionEnds = TCP) -
     )
     far.close()
     try:
-        region = await open_region(near, ends, f"rank {index}")
+        region = await open_region(near, ends, f"rank {index}", asyncio.ensure_future)
         try:
             yield RegionProcess(process, region)
         finally:
@@ -86,7 +88,8 @@ def main() -> None:
     socket_fd, pool_fd, ranks, _region, num_blocks, heads = map(int, sys.argv[1:])
     layout = ranked_layout(ranks, heads=heads)
     memory = map_shared(pool_fd, num_blocks * layout.region_block_bytes)
-    RegionServer(KVRegion.from_buffer(memory, layout), socket.socket(fileno=socket_fd)).run()
+    region = KVRegion.from_buffer(memory, layout)
+    RegionServer(region, socket.socket(fileno=socket_fd), end_process=partial(os._exit, 1)).run()
 
 
 if __name__ == "__main__":

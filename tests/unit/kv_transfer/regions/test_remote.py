@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -57,7 +57,7 @@ class Scripted:
 async def scripted() -> AsyncIterator[tuple[RemoteRegion, Scripted]]:
     near, far = socket.socketpair()
     rank = Scripted(*await asyncio.open_connection(sock=far))
-    region = RemoteRegion(*await asyncio.open_connection(sock=near), "rank 1")
+    region = RemoteRegion(*await asyncio.open_connection(sock=near), "rank 1", asyncio.ensure_future)
     try:
         yield region, rank
     finally:
@@ -164,11 +164,11 @@ async def test_connection_that_nobody_wants_any_more_is_closed() -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[RemoteRegion]:
+async def served(end_process: Callable[[], object] = pytest.fail) -> AsyncIterator[RemoteRegion]:
     near, far = socket.socketpair()
     region = KVRegion.from_buffer(memoryview(bytearray(4 * KV.region_block_bytes)), KV)
-    thread = RegionServer(region, far).start()
-    remote = await open_region(near, TCP, "rank 1")
+    thread = RegionServer(region, far, end_process).start()
+    remote = await open_region(near, TCP, "rank 1", asyncio.ensure_future)
     try:
         yield remote
     finally:
@@ -207,9 +207,12 @@ async def test_server_names_why_it_cannot_connect() -> None:
             await region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
 
 
-async def test_server_grants_once_and_ends_on_a_bug(caplog: pytest.LogCaptureFixture) -> None:
-    """A second grant of one key is rank 0's mistake: no answer to it would be right."""
-    async with served() as region:
+async def test_server_grants_once_and_ends_its_process_on_a_bug(caplog: pytest.LogCaptureFixture) -> None:
+    """A second grant of one key is rank 0's mistake: no answer to it would be right. The process ends before the
+    socket, whose end is the proof that nothing lands any more.
+    """
+    near_has_ended: list[bool] = []
+    async with served(lambda: near_has_ended.append(region.ended)) as region:
         opened: list[OpenedGrant] = []
         grant = LaneGrant(key=KEY, transport="tcp", pairing=PAIRING, held_tokens=0, blocks=BLOCKS)
         region.open_grant(grant, opened.append)
@@ -220,11 +223,52 @@ async def test_server_grants_once_and_ends_on_a_bug(caplog: pytest.LogCaptureFix
             while not region.ended:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(opened) == 1
-    assert "served no longer" in caplog.text
+    assert near_has_ended == [False]
+    assert "ended in a bug" in caplog.text
+
+
+async def test_report_that_fails_in_rank_0_proves_nothing_and_ends_the_worker() -> None:
+    """Not even that a revoked grant is quiet: the rank lives, and its peers may still write."""
+    near, far = socket.socketpair()
+    rank = Scripted(*await asyncio.open_connection(sock=far))
+    quiet: list[TransferKey] = []
+
+    def fail(_report: pb.RegionReport | None) -> None:
+        raise ArithmeticError
+
+    tasks: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
+    region = RemoteRegion(
+        *await asyncio.open_connection(sock=near), "rank 1", lambda work: tasks.append(loop.create_task(work))
+    )
+    region.listen_quiet(quiet.append)
+    region.order(pb.RegionOrder(offer=pb.OfferEnds()), fail)
+    assert not region.revoke("tcp", KEY)
+    rank.report(number=(await rank.next()).number, offers={})
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(ArithmeticError):
+            await tasks[0]  # of the worker's group
+        await region.aclose()
+    assert not quiet
+    rank.writer.close()
+
+
+async def test_region_of_a_frozen_rank_closes_with_orders_that_it_never_read() -> None:
+    async with scripted() as (region, rank):
+        rank.writer.transport.pause_reading()
+        blocks = tuple(map(BlockId, range(100_000)))
+        for _ in range(20):
+            region.send(pb.RegionOrder(write=pb.WriteCells(connection=1, blocks=blocks)))
+        quiet: list[TransferKey] = []
+        region.listen_quiet(quiet.append)
+        region.revoke("tcp", KEY)
+        async with asyncio.timeout(WAIT_S):
+            await region.aclose()
+        assert not quiet, "this end hung up, which says nothing of the other"
 
 
 async def test_open_names_the_rank_that_has_ended() -> None:
     near, far = socket.socketpair()
     far.close()
     with pytest.raises(ConfigError, match="rank 1: has ended"):
-        await open_region(near, TCP, "rank 1")
+        await open_region(near, TCP, "rank 1", asyncio.ensure_future)
