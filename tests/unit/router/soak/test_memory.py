@@ -177,7 +177,7 @@ def never_evict(*_: object, **__: object) -> None:
     ("owner", "forgets", "keeper"),
     [
         (PoisonRequestTracker, "gone", "_choices"),
-        (WorkerBreakers, "keep", "_breakers"),
+        (WorkerBreakers, "keep", "breakers.by_worker"),
         (PrefixMap, "expire", "_lapses"),
     ],
 )
