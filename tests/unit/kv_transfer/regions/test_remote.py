@@ -12,8 +12,9 @@ import pytest
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.protocol.messages import TransferKey
-from kv_transfer.regions import wire
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+from kv_transfer.protocol.wire import MAX_TRANSPORTS
+from kv_transfer.regions import remote, wire
 from kv_transfer.regions.interface import LaneGrant, LaneRequest, OpenedGrant
 from kv_transfer.regions.remote import RemoteRegion, RemoteWriter, open_region
 from kv_transfer.regions.server import RegionServer
@@ -168,11 +169,11 @@ async def served(end_process: Callable[[], object] = pytest.fail) -> AsyncIterat
     near, far = socket.socketpair()
     region = KVRegion.from_buffer(memoryview(bytearray(4 * KV.region_block_bytes)), KV)
     thread = RegionServer(region, far, end_process).start()
-    remote = await open_region(near, TCP, "rank 1", asyncio.ensure_future)
+    served_region = await open_region(near, TCP, "rank 1", asyncio.ensure_future)
     try:
-        yield remote
+        yield served_region
     finally:
-        await remote.aclose()
+        await served_region.aclose()
         await asyncio.to_thread(thread.join, WAIT_S)
         assert not thread.is_alive()
 
@@ -205,6 +206,22 @@ async def test_server_names_why_it_cannot_connect() -> None:
     async with served() as region:
         with pytest.raises(TransferError, match="no KV transport in common"):
             await region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
+
+
+async def test_server_refuses_what_a_peer_offers_beyond_bounds_and_serves_on() -> None:
+    async with served() as region:
+        offers = tuple(TransportOffer(name="tcp", advert=b"", host_id="") for _ in range(MAX_TRANSPORTS + 1))
+        with pytest.raises(TransferError, match="transports"):
+            await region.connect(LaneRequest(lane=1, destination=KV, offers=offers, wire_dtype=""))
+        assert len(await region.offers()) == 1
+
+
+async def test_region_that_does_not_open_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_OPEN_S", 0.05)
+    near, far = socket.socketpair()
+    with pytest.raises(ConfigError, match="rank 1: has not opened"):
+        await open_region(near, TCP, "rank 1", asyncio.ensure_future)
+    far.close()
 
 
 async def test_server_grants_once_and_ends_its_process_on_a_bug(caplog: pytest.LogCaptureFixture) -> None:
