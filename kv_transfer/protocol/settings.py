@@ -17,8 +17,8 @@ class TransferSettings:
     """Time a failed hand-off waits for proof that its writer is quiet before its blocks are quarantined."""
     reroute_s: float = 10.0
     """Time the landed blocks of a failed hand-off are kept for another attempt."""
-    chunk_bytes: int = 8 << 20
-    """Maximum payload bytes under one checksum (at least one unit of one layer)."""
+    chunk_bytes: int | None = None
+    """Maximum payload bytes under one checksum (at least one unit of one layer); None: what suits the transport."""
     wire_dtype: str = ""
     """Dtype of KV on the wire; "" for the one that costs least."""
     write_window: int = 4

@@ -49,6 +49,7 @@ from kv_transfer.session.reaper import Reaper
 from kv_transfer.session.sender_attempt import SenderAttempt, SenderContext, SenderOwner
 from kv_transfer.session.sender_link import SenderLink
 from kv_transfer.session.stats import TransferStats
+from kv_transfer.transports.catalogue import chunk_bytes_over
 from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
@@ -362,7 +363,7 @@ class SenderHub:
             lease_s=min(body.lease_s, self._settings.lease_s),
             stall_s=self._settings.stall_s,
             queue_s=self._settings.queue_s,
-            chunk_bytes=self._settings.chunk_bytes,
+            chunk_bytes=self._settings.chunk_bytes or chunk_bytes_over(link.transports),
             write_window=self._settings.write_window,
             max_rewrites=self._settings.max_rewrites,
         )

@@ -28,7 +28,7 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
+from kv_transfer.transports.catalogue import candidates, chunk_bytes_over, open_receivers, open_senders
 from kv_transfer.transports.interface import KVReceiver, PeerWriter, WriteOrder
 from tandem.values.ids import BlockId, TransferId
 from tandem.values.kv_layout import KVLayout
@@ -39,7 +39,8 @@ from tandem_bench.report import figure
 LAYOUT = KVLayout(model_fingerprint="x", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 """Layout of an 8B model: a block is 2 MiB in all layers."""
 NUM_BLOCKS, NUM_BLOCKS_SMALL = 512, 8
-CHUNK_BLOCKS = 4
+_CHECKED_BLOCKS = 32
+"""Blocks of the checksums that are timed by themselves: a chunk over cuda_ipc."""
 ROUNDS = 3
 _HOST = "host"
 """Place of a pool that other processes can map; any other is a device's, or a CPU's that claims to be one."""
@@ -145,8 +146,8 @@ def _copy_rate(memory: Tensor) -> float:
 
 def _checksum_rates(pool: TorchPool) -> Findings:
     """Measure checksums of chunks while the engine's stream is idle, and while a step runs on it."""
-    source = _PAIRING.at_source(0, 0, tuple(map(BlockId, range(CHUNK_BLOCKS))), pool.num_blocks)
-    reads = source.reads(_cells(0, CHUNK_BLOCKS))
+    source = _PAIRING.at_source(0, 0, tuple(map(BlockId, range(_CHECKED_BLOCKS))), pool.num_blocks)
+    reads = source.reads(_cells(0, _CHECKED_BLOCKS))
     rates = []
     for cycles in (0, 0, _BUSY_CYCLES):  # the first run loads the kernels
         torch.cuda.synchronize()
@@ -165,8 +166,12 @@ def _checksum_rates(pool: TorchPool) -> Findings:
 class _Peer:
     """Receiving process, and the connection to it."""
 
-    def __init__(self, process: "subprocess.Popen[str]", writer: PeerWriter, num_blocks: int) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[str]", writer: PeerWriter, num_blocks: int, chunk_blocks: int
+    ) -> None:
+        """`chunk_blocks`: blocks of one write; they divide `num_blocks`."""
         self.bad_chunks = 0
+        self._chunk_blocks = chunk_blocks
         self._process = process
         self._writer = writer
         self._num_blocks = num_blocks
@@ -177,12 +182,12 @@ class _Peer:
         self._attempt += 1
         grant = bytes.fromhex(self.expect("grant"))
         started_s = time.perf_counter()
-        firsts = range(0, self._num_blocks, CHUNK_BLOCKS)
+        firsts = range(0, self._num_blocks, self._chunk_blocks)
         chunks = [(first, self._writer.write(self._order(first, grant))) for first in firsts]
         results = [(first, future.result(_WAIT_S)) for first, future in chunks]
         written_s = time.perf_counter()
         for first, result in results:
-            self.bad_chunks += self.ask(f"verify {first} {CHUNK_BLOCKS} {result.checksum}")
+            self.bad_chunks += self.ask(f"verify {first} {self._chunk_blocks} {result.checksum}")
         verified_s = time.perf_counter()
         num_bytes = sum(result.num_bytes for _, result in results)
         return num_bytes / (written_s - started_s) / 1e9, num_bytes / (verified_s - written_s) / 1e9
@@ -204,9 +209,9 @@ class _Peer:
 
     def _order(self, first: int, grant: bytes) -> WriteOrder:
         # As a worker does: the blocks of this chunk alone.
-        blocks = tuple(BlockId(block) for block in range(first, first + CHUNK_BLOCKS))
+        blocks = tuple(BlockId(block) for block in range(first, first + self._chunk_blocks))
         source = _PAIRING.at_source(0, first, blocks, self._num_blocks)
-        return WriteOrder(key=_key(self._attempt), grant=grant, cells=_cells(first, CHUNK_BLOCKS), source=source)
+        return WriteOrder(key=_key(self._attempt), grant=grant, cells=_cells(first, self._chunk_blocks), source=source)
 
 
 @contextmanager
@@ -223,7 +228,9 @@ def _peer(name: str, pool: _Pool, there: str) -> Iterator[_Peer]:
         [(sender, offer)] = candidates([offer], senders)
         writer = sender.connect(offer, _PAIRING)
         try:
-            yield _Peer(process, writer, pool.num_blocks)
+            # As workers do, but in two chunks at least.
+            chunk_blocks = min(chunk_bytes_over([name]) // LAYOUT.worker_block_bytes, pool.num_blocks // 2)
+            yield _Peer(process, writer, pool.num_blocks, chunk_blocks)
         finally:
             writer.close()
     finally:

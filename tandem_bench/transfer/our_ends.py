@@ -26,7 +26,7 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.socket_stream import CellStream, CellStreams
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
 from kv_transfer.protocol.settings import TransferSettings
-from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.transports.catalogue import chunk_bytes_over, open_receivers, open_senders
 from kv_transfer.transports.interface import KVReceiver, PeerWriter, WriteOrder, WriteResult
 from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings, open_identity
 from tandem.values.ids import BlockId, TransferId
@@ -34,6 +34,7 @@ from tandem.values.kv_layout import KVLayout
 
 _HOST = "127.0.0.1"
 _SETTINGS = TransferSettings()
+_CHUNK_BYTES = chunk_bytes_over(("shm", "tcp"))
 _REPORT = struct.Struct("!II")
 _INTACT, _DAMAGED = b"i", b"d"
 
@@ -153,7 +154,7 @@ def chunks_of(case: Mapping[str, Any], pairing: Pairing) -> list[CellRange]:
     shape = HandoffSize(
         num_layers=layout.num_layers, num_heads=layout.num_kv_heads, unit_layer_bytes=pairing.unit_layer_bytes
     )
-    return ChunkPlanner(shape, chunk_bytes=_SETTINGS.chunk_bytes).plan(len(case["sources"]))
+    return ChunkPlanner(shape, chunk_bytes=_CHUNK_BYTES).plan(len(case["sources"]))
 
 
 def landing_of(case: Mapping[str, Any], pairing: Pairing, region: KVRegion) -> Landing:

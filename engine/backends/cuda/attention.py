@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_launch, choose_splits, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill
 from engine.kernels.triton.pages import LayerPages
 from engine.kernels.triton.rope_kv import rope_kv
-from engine.kernels.triton.tuning import AttentionShape, LaunchTable
+from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.layers.attention import AttentionSpec
 from engine.types.step_inputs import StepInputs
@@ -36,6 +36,14 @@ class DeviceStep(NamedTuple):
     starts: Tensor  # int32 [num_several], of those with several
     row_starts: Tensor  # int32 [num_several + 1], the first row of each, and the end of the last
     tables: Tensor  # int32 [num_single + num_several, max_blocks]
+
+
+class Decoding(NamedTuple):
+    """How sequences with one row are attended to."""
+
+    launch: DecodeLaunch
+    num_splits: int
+    """Parts into which the keys of each are split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +149,7 @@ class CudaAttention:
             head_dim=config.head_dim, wide=self.dtype is torch.float32, eight_bit=cache.layout.is_quantised
         )
         self.prefill_launch = table.prefill(shape, deterministic=deterministic)
-        self.decode_launch = table.decode(shape, deterministic=deterministic)
+        self._decode_launches = table.decode(shape, deterministic=deterministic)
         self.layers = tuple(_pages(spec, cache, i) for i in range(config.num_layers))
         self._num_sms = _CPU_SMS
         if self.device.type == "cuda":
@@ -151,17 +159,15 @@ class CudaAttention:
         layout = StepLayout.of(inputs)
         step = layout.views(*upload(inputs, layout, self.device))
         longest = int(inputs.lengths[: inputs.num_single].max(initial=0))
-        return CudaAttentionPlan(self, step, num_splits=self.num_splits(inputs.num_single, longest))
+        return CudaAttentionPlan(self, step, self.decoding(inputs.num_single, longest))
 
-    def num_splits(self, batch: int, max_length: int) -> int:
-        """Parts into which the keys of each of `batch` sequences of up to `max_length` tokens are split."""
-        return choose_splits(
-            batch=max(1, batch),
-            num_kv_heads=self.spec.config.num_kv_heads,
-            max_length=max_length,
-            num_sms=self._num_sms,
-            launch=self.decode_launch,
-        )
+    def decoding(self, batch: int, max_length: int, *, usual: int | None = None) -> Decoding:
+        """How to attend to `batch` sequences of up to `max_length` tokens, of which `usual` are there, or all."""
+        heads, sms = self.spec.config.num_kv_heads, self._num_sms
+        launch = choose_launch(self._decode_launches, batch=batch, num_kv_heads=heads, num_sms=sms)
+        present = max(1, batch if usual is None else min(usual, batch))
+        splits = choose_splits(batch=present, num_kv_heads=heads, max_length=max_length, num_sms=sms, launch=launch)
+        return Decoding(launch, splits)
 
     def workspace(self, batch: int, splits: int) -> DecodeWorkspace | None:
         """Memory for decoding `batch` sequences with split keys; None when they are not split."""
@@ -183,19 +189,20 @@ def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
 class CudaAttentionPlan:
     """One step's attention on the GPU: metadata uploaded once, used by every layer."""
 
-    __slots__ = ("_angles", "_backend", "_has_spare_rows", "_step", "_workspace")
+    __slots__ = ("_angles", "_backend", "_decode_launch", "_has_spare_rows", "_step", "_workspace")
 
     def __init__(
-        self, backend: CudaAttention, step: DeviceStep, *, num_splits: int, has_spare_rows: bool = False
+        self, backend: CudaAttention, step: DeviceStep, decoding: Decoding, *, has_spare_rows: bool = False
     ) -> None:
-        """`num_splits`: parts into which the keys of each sequence with one row are split. `has_spare_rows`: there may
-        be rows of no sequence behind the others.
+        """`decoding`: of the sequences with one row. `has_spare_rows`: there may be rows of no sequence behind the
+        others.
         """
         self._backend = backend
         self._step = step
         self._has_spare_rows = has_spare_rows
         self._angles = tuple(rope.half_angles(step.positions) for rope in backend.spec.ropes)
-        self._workspace = backend.workspace(len(step.lengths), num_splits)
+        self._decode_launch = decoding.launch
+        self._workspace = backend.workspace(len(step.lengths), decoding.num_splits)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         backend, step, singles = self._backend, self._step, len(self._step.lengths)
@@ -217,7 +224,7 @@ class CudaAttentionPlan:
             lengths=step.lengths,
             window=window,
             workspace=self._workspace,
-            launch=backend.decode_launch,
+            launch=self._decode_launch,
             pdl=backend.pdl,
             scale=spec.scale,
             soft_cap=spec.soft_cap,

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.attention import CudaAttention, CudaAttentionPlan, DeviceStep, StepLayout, upload
+from engine.backends.cuda.attention import CudaAttention, CudaAttentionPlan, Decoding, DeviceStep, StepLayout, upload
 from engine.model.backend import RecordableModel
 from engine.model.spec import ModelSpec
 from engine.types.step_inputs import StepInputs
@@ -115,7 +115,6 @@ class CudaStepGraphs:
         self._batch_sizes = sorted(batch_sizes)
         self._chunk_sizes = sorted(chunk_sizes)
         self._max_length = max_length
-        self._chunk_splits = attention.num_splits(_USUAL_SINGLE, max_length)
         self._max_blocks = -(-max_length // block_size)
         self._batches: dict[int, _Graph] = {}
         self._chunks: dict[int, _Graph] = {}
@@ -174,12 +173,16 @@ class CudaStepGraphs:
         not for more idle programs than are worth their time.
         """
         most = self._batch_sizes[-1]
-        programs = self._attention.spec.config.num_kv_heads * self._chunk_splits
+        single = min(rows, most)
+        programs = self._attention.spec.config.num_kv_heads * self._beside_chunks(single).num_splits
         return StepLayout(
             num_rows=rows,
-            num_single=min(rows, most, max(1, _MAX_IDLE_PROGRAMS // programs)),
+            num_single=min(single, max(1, _MAX_IDLE_PROGRAMS // programs)),
             num_several=min(rows // 2, most),
         )
+
+    def _beside_chunks(self, num_single: int) -> Decoding:
+        return self._attention.decoding(num_single, self._max_length, usual=_USUAL_SINGLE)
 
     def _make_buffers(self, layouts: Sequence[StepLayout]) -> _Buffers:
         config, device = self._model.config, self._model.device
@@ -197,10 +200,10 @@ class CudaStepGraphs:
     def _capture_batch(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
         words, step = self._blank_step(layout, buffers)
         logits = buffers.logits[: layout.num_rows]
-        splits = self._attention.num_splits(layout.num_single, self._max_length)
+        decoding = self._attention.decoding(layout.num_single, self._max_length)
 
         def work() -> None:
-            plan = CudaAttentionPlan(self._attention, step, num_splits=splits)
+            plan = CudaAttentionPlan(self._attention, step, decoding)
             logits.copy_(self._model.logits(self._model.forward(step.token_ids, plan, None)))
 
         return _Graph(layout=layout, words=words, step=step, result=logits, replay=self._recorder.record(work))
@@ -208,9 +211,10 @@ class CudaStepGraphs:
     def _capture_chunks(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
         words, step = self._blank_step(layout, buffers)
         hidden = buffers.hidden[: layout.num_rows]
+        decoding = self._beside_chunks(layout.num_single)
 
         def work() -> None:
-            plan = CudaAttentionPlan(self._attention, step, num_splits=self._chunk_splits, has_spare_rows=True)
+            plan = CudaAttentionPlan(self._attention, step, decoding, has_spare_rows=True)
             hidden.copy_(self._model.forward(step.token_ids, plan, None))
 
         return _Graph(layout=layout, words=words, step=step, result=hidden, replay=self._recorder.record(work))

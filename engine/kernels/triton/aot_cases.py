@@ -18,7 +18,7 @@ from engine.kernels.triton.paged_prefill import paged_prefill_kernel
 from engine.kernels.triton.pages import power_of_two
 from engine.kernels.triton.rope_kv import rope_kv_kernel
 from engine.kernels.triton.sampling import edit_kernel, select_kernel, survey_kernel
-from engine.kernels.triton.tuning import AttentionShape, LaunchTable
+from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable
 from tandem.values.kv_layout import KVLayout
 
 _FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
@@ -145,13 +145,18 @@ def _prefill(v: _Variant, table: LaunchTable) -> AotCase:
 
 
 def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
-    launch = table.decode(v.shape, deterministic=v.deterministic)
+    launches = table.decode(v.shape, deterministic=v.deterministic)
+    for number, launch in enumerate(launches):
+        yield from _decode_with(launch, v, f"{v.name}-{number + 1}" if number else v.name)
+
+
+def _decode_with(launch: DecodeLaunch, v: _Variant, name: str) -> Iterator[AotCase]:
     types = {"queries_ptr": f"*{v.dtype}", **v.pages, "out_ptr": f"*{v.dtype}", "sums_ptr": "*fp32"}
     types |= {"stats_ptr": "*fp32", "tables_ptr": "*i32", "lengths_ptr": "*i32", "query_stride": "i32"}
     types |= {"out_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
     split = {"NUM_SPLITS": 16, "MIN_KEYS": launch.min_keys, "FIXED_KEYS": launch.fixed_keys, "BLOCK_N": launch.block_n}
     case = AotCase(
-        name=f"flash_decode {v.name}",
+        name=f"flash_decode {name}",
         kernel=flash_decode_kernel,
         types=types,
         constants=v.geometry
@@ -165,14 +170,13 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
     if v.representative:
         absent = {"sums_ptr": None, "stats_ptr": None}
         kept = {name: found for name, found in types.items() if name not in absent}
-        block_n = launch.whole_block_n or launch.block_n
-        constants = case.constants | {"NUM_SPLITS": 1, "BLOCK_N": block_n} | absent
+        constants = case.constants | {"NUM_SPLITS": 1} | absent
         yield replace(case, name=f"{case.name}-whole", types=kept, constants=constants)
     if v.cache != "int8":
         pointers = ("out_ptr", "head_scales_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
         names = ("GROUP", "HEAD_DIM", "WINDOW", "BLOCK_D", "head_scales_ptr")
         yield AotCase(
-            name=f"merge_parts {v.name}",
+            name=f"merge_parts {name}",
             kernel=merge_parts_kernel,
             types={name: types[name] for name in pointers if name in types},
             constants={name: v.geometry[name] for name in names if name in v.geometry}

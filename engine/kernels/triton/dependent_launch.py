@@ -2,9 +2,10 @@
 
 A decoding step is hundreds of kernels of a few microseconds, and between two the memory stands still: the last
 programs of one end, the next is launched, and fills its pipelines. A kernel launched with `launch_pdl` may start when
-every program of the kernel before has called `launch_dependents` or ended. It may then read what no kernel of the step
-writes, such as weights, and must call `wait_for_previous` before it touches anything else: that returns when the
-kernel before has ended and its writes can be seen.
+every program of the kernel before has called `launch_dependents` or ended. It may then read what no such kernel of the
+step writes: weights, and what was complete when the last kernel without `launch_pdl` began. It must call
+`wait_for_previous` before it touches anything else: that returns when the kernel before has ended and its writes can be
+seen.
 
 Every program of such a kernel must wait, also one with nothing to do: "the kernel before has ended" says something
 about the kernels before that only because it has waited too.

@@ -5,12 +5,13 @@ the parts. A step's launch depends only on the batch's size and the most splits 
 on the device, and parts that a short sequence does not need return at once. So a CUDA graph captured for a padded
 batch serves any lengths up to the longest it was captured for; a sequence of length 0, padding, gets zeros.
 
-`choose_splits` chooses the number of splits. A sequence is split on the device: evenly, in whole tiles, and at least
-`min_keys` each. With `fixed_keys`: in runs of that many keys at absolute positions, merged one after another, so that
-a row's result depends on neither batch nor step, and equals that of `engine.kernels.triton.paged_prefill` with the
-same `fixed_keys`, `block_m` and `block_n`.
+`choose_launch` chooses the launch and `choose_splits` the number of splits. A sequence is split on the device: evenly,
+in whole tiles, and at least `min_keys` each. With `fixed_keys`: in runs of that many keys at absolute positions, merged
+one after another, so that a row's result depends on neither batch nor step, and equals that of
+`engine.kernels.triton.paged_prefill` with the same `fixed_keys`, `block_m` and `block_n`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +72,9 @@ def flash_decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence and key-value head; with a single split, directly into the result."""
-    wait_for_previous(PDL)
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + sequence)
+    length = tl.load(lengths_ptr + sequence)  # written before the step's first kernel
+    wait_for_previous(PDL)
     first, origin, span, num_parts = _span(length, NUM_SPLITS, MIN_KEYS, FIXED_KEYS, WINDOW, BLOCK_N)
     if (NUM_SPLITS > 1) & (split >= num_parts):
         return
@@ -111,9 +112,9 @@ def merge_parts_kernel(
     FIXED_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge one query head of one sequence. Fixed runs are merged in order, as in prefill; others several at a time."""
-    wait_for_previous(PDL)
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + sequence)
+    wait_for_previous(PDL)
     _, _, _, num_parts = _span(length, NUM_SPLITS, MIN_KEYS, FIXED_KEYS, WINDOW, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     first_part = (sequence * tl.num_programs(1) + head) * NUM_SPLITS
@@ -167,16 +168,15 @@ def flash_decode(
     lengths: int32 `[num_seqs]`, the row included; 0 for padding, whose result is zeros.
     workspace: its number of splits is used, for at least `num_seqs` sequences; None for one split. With
     `launch.fixed_keys`, splits times `fixed_keys` must reach the longest sequence.
-    pdl: start while the kernel before ends. scale, soft_cap: as in `paged_prefill`.
+    pdl: start while the kernel before ends, which must not write `lengths`. scale, soft_cap: as in `paged_prefill`.
     """
     num_seqs, num_heads, head_dim = queries.shape
     if not num_seqs:
         return
     group, splits = num_heads // layer.num_kv_heads, workspace.sums.shape[2] if workspace else 1
     block_d = power_of_two(head_dim, 16)
-    block_n = launch.whole_block_n if splits == 1 and launch.whole_block_n else launch.block_n
     split = {"WINDOW": window or 0, "NUM_SPLITS": splits, "FIXED_KEYS": launch.fixed_keys, "HEAD_DIM": head_dim}
-    split |= {"GROUP": group, "MIN_KEYS": launch.min_keys, "BLOCK_N": block_n, "BLOCK_D": block_d}
+    split |= {"GROUP": group, "MIN_KEYS": launch.min_keys, "BLOCK_N": launch.block_n, "BLOCK_D": block_d}
     sums, stats = (workspace.sums, workspace.stats) if workspace else (None, None)
     flash_decode_kernel[(num_seqs, layer.num_kv_heads, splits)](
         queries, layer.pages, layer.token_scales, layer.head_scales, out, sums, stats, tables, lengths,
@@ -202,16 +202,28 @@ def flash_decode(
         )  # fmt: skip
 
 
+def choose_launch(launches: Sequence[DecodeLaunch], *, batch: int, num_kv_heads: int, num_sms: int) -> DecodeLaunch:
+    """The first launch that is for as many programs as `batch` whole sequences make, else the last.
+
+    With a program for each multiprocessor, what is under way to it must fit into one program's shared memory: large
+    tiles, several of them. With many, small programs share a multiprocessor, and end at different times.
+    """
+    programs = batch * num_kv_heads
+    fit = (launch for launch in launches if programs <= launch.programs_per_sm * num_sms)
+    return next(fit, launches[-1])
+
+
 def choose_splits(*, batch: int, num_kv_heads: int, max_length: int, num_sms: int, launch: DecodeLaunch) -> int:
     """Number of parts into which a sequence may be cut: a power of two, since kernels are compiled for each number.
 
-    With `fixed_keys`, enough for the runs of the longest sequence. Else at most two programs per multiprocessor, so
-    that one loads while the other computes, but never parts of fewer than `min_keys` keys nor more than 64 parts,
-    whose merging would cost more than it saves. A step's own longest sequence may be given, or, for a graph, the
+    With `fixed_keys`, enough for the runs of the longest sequence. Else at most the launch's programs for each
+    multiprocessor, but never parts of fewer than `min_keys` keys nor more than 64 parts, whose merging would cost more
+    than it saves. A step's own longest sequence may be given, or, for a graph, the
     longest that any step may have: sequences too short for so many parts leave programs idle, at about a
     microsecond per wave of them.
     """
     if launch.fixed_keys:
         return power_of_two(max(1, -(-max_length // launch.fixed_keys)))
-    wanted = max(1, min(2 * num_sms // (batch * num_kv_heads), -(-max_length // launch.min_keys), _MAX_SPLITS))
+    programs = launch.programs_per_sm * num_sms
+    wanted = max(1, min(programs // (batch * num_kv_heads), -(-max_length // launch.min_keys), _MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)

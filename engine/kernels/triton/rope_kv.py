@@ -68,12 +68,16 @@ def rope_kv_kernel(
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute some heads of one row: the head's number tells whether it is a query, key or value."""
-    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)
     present = head < NUM_HEADS + 2 * NUM_KV_HEADS
     mask = present[:, None] & (half < HALF)[None, :]
+    # Angles and slots are there before the step's first kernel that starts early.
+    cos = tl.load(cos_ptr + row * angle_stride + half, mask=half < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + row * angle_stride + half, mask=half < HALF, other=0.0)[None, :]
+    slot = tl.load(slots_ptr + row)
+    wait_for_previous(PDL)
     where = qkv_ptr + row * qkv_stride + head[:, None] * (2 * HALF) + half[None, :]
     low = tl.load(where, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(where + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -87,13 +91,10 @@ def rope_kv_kernel(
         key_high = tl.load(key_norm_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)
         low = tl.where(is_value, low, low * scale * tl.where(is_query, query_low[None, :], key_low[None, :]))
         high = tl.where(is_value, high, high * scale * tl.where(is_query, query_high[None, :], key_high[None, :]))
-    cos = tl.load(cos_ptr + row * angle_stride + half, mask=half < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + row * angle_stride + half, mask=half < HALF, other=0.0)[None, :]
     turned_low = tl.where(is_value, low, low * cos - high * sin)
     turned_high = tl.where(is_value, high, high * cos + low * sin)
     tl.store(where, turned_low.to(qkv_ptr.dtype.element_ty), mask=mask & is_query)
     tl.store(where + HALF, turned_high.to(qkv_ptr.dtype.element_ty), mask=mask & is_query)
-    slot = tl.load(slots_ptr + row)
     stored = tl.where(present & (head >= NUM_HEADS), slot, -1) >= 0
     _store_kv(turned_low, turned_high, slot, head - NUM_HEADS, stored, pages_ptr, scales_ptr, head_scales_ptr, LARGEST,
               HALF, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE)  # fmt: skip
@@ -114,7 +115,8 @@ def rope_kv(
     qkv: `[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]`, rows at any stride; head_dim is even.
     cos, sin: float32 `[num_rows, head_dim / 2]`, of equal strides; pairs are (i, i + head_dim / 2).
     slots: int64 `[num_rows]`, block times block size plus offset; negative for padding, which writes no KV.
-    pdl: start while the kernel before ends.
+    pdl: start while the kernel before ends; a kernel launched without it must follow those that write `cos`, `sin` and
+    `slots`.
     """
     num_rows, heads = qkv.shape[0], qkv.shape[1] // layer.head_dim
     if not num_rows:

@@ -1,9 +1,10 @@
 """Times launch candidates on the GPU at hand and writes its table: `python -m engine.kernels.triton.tune [--out FILE]`.
 
 Every attention entry of the GPU's present table is tried with neighbouring tiles, warps and stages, on shapes of an
-8B model: prefill of 4,096 tokens, and decoding of 16 sequences of 4,096. Candidates that do not compile or fit are
-skipped. A candidate's time is the median of repeated launches, warm, by `triton.testing.do_bench`. Entries of the
-deterministic mode and of the product are copied: their tiles affect results, which tables must not change.
+8B model: prefill of 4,096 tokens, and decoding of 16 sequences of 4,096, with the second and third launch of a shape
+of 32 and 64. Candidates that do not compile or fit are skipped. A candidate's time is the median of repeated launches,
+warm, by `triton.testing.do_bench`. Entries of the deterministic mode and of the product are copied: their tiles affect
+results, which tables must not change.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from engine.kernels.triton.tuning import TABLES, AttentionShape, DecodeLaunch, L
 
 _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
 _TOKENS = 4096
-_SEQUENCES = 16
+_SEQUENCES = (16, 32, 64)
+"""By the number of a launch among those of its shape."""
 
 
 class _Bench:
@@ -35,7 +38,7 @@ class _Bench:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         dtype = torch.float32 if shape.wide else torch.bfloat16
-        num_blocks = _SEQUENCES * _TOKENS // _BLOCK_SIZE
+        num_blocks = max(_SEQUENCES) * _TOKENS // _BLOCK_SIZE
         pages = torch.randn(num_blocks, 2, _KV_HEADS, _BLOCK_SIZE, shape.head_dim, device=device)
         if shape.eight_bit:
             self._layer = stored(pages, torch.float8_e4m3fn)
@@ -44,7 +47,7 @@ class _Bench:
         self._queries = torch.randn(_TOKENS, _HEADS, shape.head_dim, device=device).to(dtype)
         self._out = torch.empty_like(self._queries)
         order = torch.randperm(num_blocks, device=device, dtype=torch.int32)
-        self._tables = order.view(_SEQUENCES, -1)
+        self._tables = order.view(max(_SEQUENCES), -1)
 
     def prefill_ms(self, launch: PrefillLaunch) -> float:
         """Milliseconds of prefill attention for one sequence without a cached prefix."""
@@ -63,21 +66,21 @@ class _Bench:
 
         return _median_ms(run)
 
-    def decode_ms(self, launch: DecodeLaunch) -> float:
-        """Milliseconds of decode attention for a batch of long sequences, with the splits of `choose_splits`."""
+    def decode_ms(self, launch: DecodeLaunch, batch: int) -> float:
+        """Milliseconds of decode attention for `batch` long sequences, with the splits of `choose_splits`."""
         head_dim, device = self._queries.shape[2], self._queries.device
         splits = choose_splits(
-            batch=_SEQUENCES, num_kv_heads=_KV_HEADS, max_length=_TOKENS, num_sms=self._num_sms, launch=launch
+            batch=batch, num_kv_heads=_KV_HEADS, max_length=_TOKENS, num_sms=self._num_sms, launch=launch
         )
-        workspace = DecodeWorkspace.allocate(_SEQUENCES, _HEADS, splits, head_dim, device) if splits > 1 else None
-        lengths = torch.full((_SEQUENCES,), _TOKENS, dtype=torch.int32, device=device)
+        workspace = DecodeWorkspace.allocate(batch, _HEADS, splits, head_dim, device) if splits > 1 else None
+        lengths = torch.full((batch,), _TOKENS, dtype=torch.int32, device=device)
 
         def run() -> None:
             flash_decode(
-                self._queries[:_SEQUENCES],
+                self._queries[:batch],
                 self._layer,
-                self._out[:_SEQUENCES],
-                tables=self._tables,
+                self._out[:batch],
+                tables=self._tables[:batch],
                 lengths=lengths,
                 window=None,
                 workspace=workspace,
@@ -131,17 +134,28 @@ def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], 
     made: dict[str, Any] = {"gpu": gpu, "source": f"timed on {gpu} with triton {triton.__version__}"}
     for kernel in ("prefill", "decode"):
         made[kernel] = []
-        for entry in raw[kernel]:
-            eight_bit, wide = bool(entry.get("eight_bit")), bool(entry.get("wide"))
-            shape = AttentionShape(head_dim=entry["head_dim"], eight_bit=eight_bit, wide=wide)
+        for shape in _shapes(raw[kernel]):
             timer = bench(shape)
             if kernel == "prefill":
-                launch, taken_ms = fastest(prefill_candidates(table.prefill(shape)), timer.prefill_ms)
+                found = [fastest(prefill_candidates(table.prefill(shape)), timer.prefill_ms)]
             else:
-                launch, taken_ms = fastest(decode_candidates(table.decode(shape)), timer.decode_ms)
-            sys.stderr.write(f"{kernel} {shape}: {taken_ms:.4f} ms with {launch}\n")
-            made[kernel].append({**asdict(shape), **asdict(launch), "timed": True})
+                found = [
+                    fastest(decode_candidates(launch), partial(timer.decode_ms, batch=batch))
+                    for launch, batch in zip(table.decode(shape), _SEQUENCES, strict=False)
+                ]
+            for launch, taken_ms in found:
+                sys.stderr.write(f"{kernel} {shape}: {taken_ms:.4f} ms with {launch}\n")
+                made[kernel].append({**asdict(shape), **asdict(launch), "timed": True})
     return made | {name: raw[name] for name in ("fixed", "gemm", "few_rows") if name in raw}
+
+
+def _shapes(entries: Sequence[dict[str, Any]]) -> list[AttentionShape]:
+    """The shapes of a table's entries, each once, in their order."""
+    shapes = (
+        AttentionShape(head_dim=entry["head_dim"], eight_bit=bool(entry.get("eight_bit")), wide=bool(entry.get("wide")))
+        for entry in entries
+    )
+    return list(dict.fromkeys(shapes))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ table of its own.
 A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...], "decode": [...], "fixed": [...],
 "gemm": [...]}`, where "fixed" is used by both kinds of attention in deterministic mode; an entry holds a launch's
 fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
-(float32 queries). In "few_rows" and "one_row", which a table may lack, it holds `gated` and the sizes of a matrix: at
-least `least_features` and at most `features` of output, at most `depth`. The first entry that fits is used, so their
-order matters.
+(float32 queries). Of "decode", entries of one shape follow each other, each for more sequences than the one before. In
+"few_rows" and "one_row", which a table may lack, it holds `gated` and the sizes of a matrix: at least `least_features`
+and at most `features` of output, at most `depth`. The first entry that fits is used, so their order matters.
 """
 
 import json
@@ -49,8 +49,9 @@ class DecodeLaunch:
     num_warps: int
     num_stages: int
     block_m: int = 16
-    whole_block_n: int = 0
-    """The same as `block_n` where no sequence is split, as with many of them; 0: no other."""
+    programs_per_sm: int = 2
+    """Programs for each multiprocessor up to which sequences are split, and up to which it is used where a later launch
+    is for more of them."""
     min_keys: int = 128
     """Fewest keys for which a program of its own is worthwhile."""
     fixed_keys: int = 0
@@ -120,18 +121,24 @@ class LaunchTable:
             return _launch(PrefillLaunch, self._fitting("prefill", shape))
         return replace(_launch(PrefillLaunch, self._fitting("fixed", shape)), fixed_keys=FIXED_KEYS)
 
-    def decode(self, shape: AttentionShape, *, deterministic: bool = False) -> DecodeLaunch:
-        """Launch of flash decoding; in deterministic mode with the tiles of prefill, whose results it must equal."""
+    def decode(self, shape: AttentionShape, *, deterministic: bool = False) -> tuple[DecodeLaunch, ...]:
+        """Launches of flash decoding for ever more sequences, the last for any number: see `choose_launch`.
+
+        In deterministic mode one, with the tiles of prefill, whose results it must equal.
+        """
         if not deterministic:
-            return _launch(DecodeLaunch, self._fitting("decode", shape))
+            head_dim = self._fitting("decode", shape)["head_dim"]
+            entries = (entry for entry in self._of_kind("decode", shape) if entry["head_dim"] == head_dim)
+            return tuple(_launch(DecodeLaunch, entry) for entry in entries)
         prefill = self.prefill(shape, deterministic=True)
-        return DecodeLaunch(
+        launch = DecodeLaunch(
             block_m=prefill.block_m,
             block_n=prefill.block_n,
             num_warps=prefill.num_warps,
             num_stages=prefill.num_stages,
             fixed_keys=prefill.fixed_keys,
         )
+        return (launch,)
 
     def gemm(self, *, wide: bool) -> GemmLaunch:
         """Launch of the batch-invariant product; `wide`: for float32."""
@@ -171,11 +178,16 @@ class LaunchTable:
         return self._raw
 
     def _fitting(self, kernel: str, shape: AttentionShape) -> dict[str, Any]:
-        for entry in self._entries(kernel):
-            same = bool(entry.get("eight_bit")) == shape.eight_bit and bool(entry.get("wide")) == shape.wide
-            if same and shape.head_dim <= int(entry["head_dim"]):
+        for entry in self._of_kind(kernel, shape):
+            if shape.head_dim <= int(entry["head_dim"]):
                 return entry
         raise ConfigError(f"the launch table of {self.gpu!r:.60} has no {kernel} entry for {shape}")
+
+    def _of_kind(self, kernel: str, shape: AttentionShape) -> Iterator[dict[str, Any]]:
+        """Entries for the dtypes of a shape, of any head size."""
+        for entry in self._entries(kernel):
+            if bool(entry.get("eight_bit")) == shape.eight_bit and bool(entry.get("wide")) == shape.wide:
+                yield entry
 
     def _entries(self, kernel: str) -> list[dict[str, Any]]:
         entries = self._raw.get(kernel)

@@ -42,11 +42,11 @@ def prefill_launch(stage: Stage, shape: AttentionShape, *, deterministic: bool =
     return launches(stage).prefill(shape, deterministic=deterministic)
 
 
-def decode_launch(stage: Stage, shape: AttentionShape, *, deterministic: bool = False) -> DecodeLaunch:
-    """Return the launch from the table, or small tiles for the interpreter."""
+def decode_launches(stage: Stage, shape: AttentionShape, *, deterministic: bool = False) -> tuple[DecodeLaunch, ...]:
+    """Return the launches from the table, or one with small tiles for the interpreter."""
     if stage.is_small:
         fixed_keys = 32 if deterministic else 0
-        return DecodeLaunch(block_n=16, num_warps=4, num_stages=2, min_keys=16, fixed_keys=fixed_keys)
+        return (DecodeLaunch(block_n=16, num_warps=4, num_stages=2, min_keys=16, fixed_keys=fixed_keys),)
     return launches(stage).decode(shape, deterministic=deterministic)
 
 

@@ -8,7 +8,7 @@ from engine.kernels.triton.pages import LayerPages
 from engine.kv_storage.kv_codes import LARGEST_CODE
 from engine.kv_storage.paged_cache import PagedKVCache
 from tandem.values.kv_layout import QUANTISED_DTYPES, KVLayout
-from tandem_bench.gpu.kernels.cases import attention_shape, decode_launch, error_share, int32
+from tandem_bench.gpu.kernels.cases import attention_shape, decode_launches, error_share, int32
 from tandem_bench.gpu.stage import Findings, Stage
 from tandem_bench.gpu.timing import seconds_per_call
 from tandem_bench.report import figure
@@ -83,7 +83,8 @@ def _attended(stage: Stage, layer: LayerPages, num_seqs: int) -> tuple[float, fl
     tables = torch.randperm(layer.pages.shape[0], device=place).to(torch.int32).view(num_seqs, -1)
     lengths = int32([length] * num_seqs, place)
     out = torch.empty_like(queries)
-    launch = decode_launch(stage, attention_shape(layer.head_dim, dtype, layer.pages.dtype))
+    # That for any number of sequences.
+    launch = decode_launches(stage, attention_shape(layer.head_dim, dtype, layer.pages.dtype))[-1]
 
     def call(_number: int) -> None:
         flash_decode(queries, layer, out, tables=tables, lengths=lengths, window=None, workspace=None, launch=launch)

@@ -8,11 +8,18 @@ from random import Random
 
 import torch
 
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_launch, choose_splits, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill, row_starts_of
 from engine.kernels.triton.pages import LayerPages
 from tandem_bench.gpu.kernels.attention_peers import Paged, flash_infer, relative_difference, sdpa
-from tandem_bench.gpu.kernels.cases import attention_shape, decode_launch, int32, naming, prefill_launch, random_tables
+from tandem_bench.gpu.kernels.cases import (
+    attention_shape,
+    decode_launches,
+    int32,
+    naming,
+    prefill_launch,
+    random_tables,
+)
 from tandem_bench.gpu.kernels.row_peers import row_kernels
 from tandem_bench.gpu.stage import Findings, Note, Stage
 from tandem_bench.gpu.timing import Numbered, seconds_per_call, wall_seconds_per_call
@@ -130,12 +137,18 @@ def _paged(stage: Stage, num_seqs: int, rows: int, length: int) -> Paged:
 
 def _decode_call(stage: Stage, case: Paged, out: torch.Tensor) -> Numbered:
     layer, place = case.layers[0], stage.place
-    launch = decode_launch(stage, attention_shape(layer.head_dim, case.queries.dtype, layer.pages.dtype))
+    num_sms = 2 if stage.is_small else torch.cuda.get_device_properties(place).multi_processor_count
+    launch = choose_launch(
+        decode_launches(stage, attention_shape(layer.head_dim, case.queries.dtype, layer.pages.dtype)),
+        batch=case.num_seqs,
+        num_kv_heads=layer.num_kv_heads,
+        num_sms=num_sms,
+    )
     splits = choose_splits(
         batch=case.num_seqs,
         num_kv_heads=layer.num_kv_heads,
         max_length=case.length,
-        num_sms=2 if stage.is_small else torch.cuda.get_device_properties(place).multi_processor_count,
+        num_sms=num_sms,
         launch=launch,
     )
     heads, head_dim = case.queries.shape[1:]

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.engine.kernels.triton_interpreter import interpreted, make_pages, make_tables, randn  # isort: skip
 from engine.kernels.triton import reference
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_launch, choose_splits, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill, row_starts_of
 from engine.kernels.triton.pages import LayerPages
 from engine.kernels.triton.tuning import DecodeLaunch, PrefillLaunch
@@ -250,6 +250,26 @@ def test_choose_splits_fills_the_machine():
     assert splits(4, 8192) == 8
     assert splits(64, 8192, fixed_keys=512) == 16
     assert splits(1, 8193, fixed_keys=512) == 32
+
+
+def test_choose_launch_takes_the_first_for_so_many_programs():
+    deep = DecodeLaunch(block_n=128, num_warps=4, num_stages=5, programs_per_sm=1)
+    shared = DecodeLaunch(block_n=128, num_warps=8, num_stages=3)
+    small = DecodeLaunch(block_n=64, num_warps=2, num_stages=3)
+
+    def chosen(batch, num_kv_heads=8):
+        launches = (deep, shared, small)
+        launch = choose_launch(launches, batch=batch, num_kv_heads=num_kv_heads, num_sms=132)
+        parts = choose_splits(batch=batch, num_kv_heads=num_kv_heads, max_length=8192, num_sms=132, launch=launch)
+        return launch, parts
+
+    assert chosen(1) == (deep, 16)
+    assert chosen(16) == (deep, 1), "128 programs for 132 multiprocessors"
+    assert chosen(17) == (shared, 1)
+    assert chosen(33) == (shared, 1)
+    assert chosen(34) == (small, 1)
+    assert chosen(33, num_kv_heads=1) == (deep, 4)
+    assert chosen(4096) == (small, 1)
 
 
 def test_triton_attention_mismatched_scales_are_refused():

@@ -87,14 +87,18 @@ def test_triton_tables_have_entry_for_every_shape(path):
     for shape in SHAPES:
         for deterministic in (False, True):
             prefill = table.prefill(shape, deterministic=deterministic)
-            decode = table.decode(shape, deterministic=deterministic)
-            assert (prefill.fixed_keys, decode.fixed_keys) == ((FIXED_KEYS,) * 2 if deterministic else (0, 0))
+            decodes = table.decode(shape, deterministic=deterministic)
+            programs = [launch.programs_per_sm for launch in decodes]
+            assert programs == sorted(programs)
             if deterministic:
+                [decode] = decodes
+                assert prefill.fixed_keys == decode.fixed_keys == FIXED_KEYS
                 assert (prefill.block_m, prefill.block_n) == (decode.block_m, decode.block_n)
                 assert FIXED_KEYS % prefill.block_n == 0
-            for launch in (prefill, decode):
+            for launch in (prefill, *decodes):
+                assert launch.fixed_keys == (FIXED_KEYS if deterministic else 0)
                 assert launch.block_n % 16 == 0
-                assert launch.num_warps in (4, 8)
+                assert launch.num_warps in (2, 4, 8)
     for wide in (False, True):
         assert table.gemm(wide=wide).block_m >= 16
 
@@ -131,7 +135,7 @@ class FakeBench:
     def prefill_ms(self, launch):
         return launch.block_m + launch.block_n - launch.num_stages / 10 + launch.num_warps / 100
 
-    def decode_ms(self, launch):
+    def decode_ms(self, launch, batch):
         return launch.block_n - launch.num_stages / 10 + launch.num_warps / 100 + launch.min_keys / 1000
 
 
@@ -141,7 +145,9 @@ def test_tuned_table_serves_every_shape():
     table = LaunchTable(json.loads(json.dumps(made)))
     assert table.prefill(SHAPES[0]) == PrefillLaunch(block_m=64, block_n=32, num_warps=4, num_stages=4, timed=True)
     assert table.few_rows(6144, 4096) == shipped.few_rows(6144, 4096)
-    assert table.decode(SHAPES[0]) == DecodeLaunch(block_n=32, num_warps=2, num_stages=5, min_keys=128)
+    assert table.decode(SHAPES[0]) == (DecodeLaunch(block_n=32, num_warps=2, num_stages=5, min_keys=128),)
+    shape = AttentionShape(head_dim=128)
+    assert [launch.programs_per_sm for launch in table.decode(shape)] == [1, 2, 2], "as many as the shipped table has"
     for shape in SHAPES:
         assert table.prefill(shape, deterministic=True) == shipped.prefill(shape, deterministic=True)
 

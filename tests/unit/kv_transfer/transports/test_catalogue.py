@@ -10,7 +10,7 @@ import pytest
 
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.transports import catalogue, same_host
-from kv_transfer.transports.catalogue import candidates, check_choice, open_receivers, open_senders
+from kv_transfer.transports.catalogue import candidates, check_choice, chunk_bytes_over, open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
 from kv_transfer.transports.nixl import agent as nixl_agent
 from kv_transfer.transports.torch_dist import communicator
@@ -179,3 +179,8 @@ def test_has_rdma_follows_the_kernels_list(tmp_path) -> None:
     assert not same_host.has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
     assert same_host.has_rdma(tmp_path / "infiniband")
+
+
+def test_catalogue_chunks_suit_the_slowest_lane() -> None:
+    assert chunk_bytes_over(["cuda_ipc"]) == 64 << 20
+    assert chunk_bytes_over(["cuda_ipc", "tcp"]) == 8 << 20
