@@ -210,6 +210,8 @@ class RouterMetrics:
         self._ready = Gauge("tandem_ready", text, registry=self.registry)
         text = "Decode workers that produce tokens and can be paired with a prefill worker"
         self._pairs = Gauge("tandem_ready_pairs", text, registry=self.registry)
+        self._gauges_of_workers: list[Gauge] = []
+        """Blank before each scrape, so that none keeps what a worker that left has reported."""
         self._pool = self._of_worker("tandem_worker_kv_blocks", "KV blocks by state", "state")
         self._requests = self._of_worker("tandem_worker_requests", "Requests by state", "state")
         self._backlog = self._of_worker(
@@ -221,9 +223,8 @@ class RouterMetrics:
         self._versions = self._of_worker(version, text)
         direct, text = "tandem_worker_session_direct", "Whether the worker's session has a connection of its own"
         self._direct = self._of_worker(direct, text)
-        self._kv_usage = Gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
-        )
+        usage, text = "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"
+        self._kv_usage = self._blank_gauge(usage, text, _LABELS)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
         """Call `refresh` before each scrape, to bring gauges up to date."""
@@ -303,12 +304,8 @@ class RouterMetrics:
 
     def worker_loads(self, snapshots: Sequence[WorkerSnapshot]) -> None:
         """Set each live worker's last reports; one that left is no longer exported."""
-        self._pool.clear()
-        self._requests.clear()
-        self._kv_usage.clear()
-        self._step_age.clear()
-        self._versions.clear()
-        self._backlog.clear()
+        for gauge in self._gauges_of_workers:
+            gauge.clear()
         self._transfers.update(snapshots)
         self._tiers.update(snapshots)
         self._pins.update(snapshots)
@@ -334,7 +331,12 @@ class RouterMetrics:
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
 
     def _of_worker(self, name: str, text: str, *more: str) -> Gauge:
-        return Gauge(name, text, ("worker", "role", *more), registry=self.registry)
+        return self._blank_gauge(name, text, ("worker", "role", *more))
+
+    def _blank_gauge(self, name: str, text: str, labels: Sequence[str]) -> Gauge:
+        gauge = Gauge(name, text, labels, registry=self.registry)
+        self._gauges_of_workers.append(gauge)
+        return gauge
 
     def _counter(self, name: str, text: str) -> SingleValue:
         return self._registered(

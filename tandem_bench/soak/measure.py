@@ -1,8 +1,8 @@
 """All of `python -m tandem_bench soak`: a whole cluster under a steady mixed load, and what each process grows by.
 
-Two prefill workers, two decode workers, a router and `tandem up`, with a KV pool small enough to be full after the
-warm-up, so that what is cached grows no further. The second worker of each pool is killed in turn: its successor is a
-new process, and the others must forget it.
+Two prefill workers, two decode workers, a router and `tandem up`, with a KV pool and a cache of tokenized conversations
+small enough to be full after the warm-up, so that what is cached grows no further. The second worker of each pool is
+killed in turn: its successor is a new process, and the others must forget it.
 """
 
 import argparse
@@ -32,6 +32,7 @@ _SETUP = Setup(
     local_prefill_tokens=64,
     engine={"num_blocks": 512},
     model={"max_model_len": 2048},
+    router={"tokenizer_cache_bytes": 1 << 18},
     more={"prefill": {"replicas": 2}, "decode": {"replicas": 2}, "log_level": "warning"},
 )
 

@@ -119,3 +119,11 @@ def test_transfer_metrics_migrated_blocks_by_outcome() -> None:
     assert value(metrics, "tandem_worker_inherited_blocks_total", outcome="moved") == 5
     assert value(metrics, "tandem_worker_inherited_bytes_total", outcome="moved") == 500
     assert value(metrics, "tandem_worker_inherited_blocks_total", outcome="other") == 2
+
+
+def test_no_metric_names_a_worker_that_left() -> None:
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("gone-7f3a", load=load_from_pb(reported(num_bytes=100)))])
+    assert b"gone-7f3a" in metrics.render()
+    metrics.worker_loads([worker("d", load=load_from_pb(reported(num_bytes=100)))])
+    assert [line for line in metrics.render().splitlines() if b"gone-7f3a" in line] == []
