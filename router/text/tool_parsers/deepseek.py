@@ -22,15 +22,15 @@ class DeepSeekCalls(TextMachine):
 
     def marked(self, marker: str) -> None:
         if marker == ALL:
-            self.expect(ONE, self._one)
+            self.expect(ONE, DeepSeekCalls._one)
         else:
             self._one()
 
     def _one(self) -> None:
-        self.read_head(_HEAD, self._past)
+        self.read_head(_HEAD, DeepSeekCalls._past)
 
     def _past(self, text: str, at: int) -> int:
         if text[at] in WHITE + "`":
             return at + 1
-        self.go(self.text)
+        self.go(DeepSeekCalls.text)
         return at

@@ -63,12 +63,12 @@ class JsonCallState(Enum):
 class JsonCall:
     """Parses one object, which becomes a call as soon as the name of an offered tool and its arguments are there."""
 
-    def __init__(self, names: Collection[str], began: Callable[[str], None], arguments: Callable[[str], None]) -> None:
-        """`began` and `arguments` are called with the name, and with each piece of the arguments."""
+    def __init__(self, names: Collection[str]) -> None:
+        self.begun: str | None = None
+        """Name of the tool, as soon as the call has begun."""
         self._names = names
-        self._tell_began = began
-        self._tell = arguments
-        self._state: Callable[[str, int], int] = self._open
+        self._arguments: list[str] = []
+        self._state: Callable[[JsonCall, str, int], int] = JsonCall._open
         self._reading = JsonCallState.ON
         self._key = ""
         self._span: JsonSpan | None = None
@@ -76,19 +76,24 @@ class JsonCall:
         self._name: str | None = None
         self._early: str | None = None
         """Arguments that came before the name."""
-        self._begun = False
 
     def feed(self, text: str, at: int) -> tuple[JsonCallState, int]:
         """Read on from `at`; return the state, and the position of the first character that was not read."""
         while at < len(text) and self._reading is JsonCallState.ON:
-            at = self._state(text, at)
+            at = self._state(self, text, at)
         return self._reading, at
+
+    def drain(self) -> str:
+        """Return the arguments that were read since the last call."""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
 
     def _break(self, at: int) -> int:
         self._reading = JsonCallState.BROKEN
         return at
 
-    def _expect(self, text: str, at: int, chars: str, then: Callable[[str, int], int]) -> int:
+    def _expect(self, text: str, at: int, chars: str, then: Callable[["JsonCall", str, int], int]) -> int:
         """Skip white space and one of `chars`, from which `then` reads on."""
         if text[at] in WHITE:
             return at + 1
@@ -98,18 +103,18 @@ class JsonCall:
         return at
 
     def _open(self, text: str, at: int) -> int:
-        return self._expect(text, at, "{", self._opened)
+        return self._expect(text, at, "{", JsonCall._opened)
 
     def _opened(self, _text: str, at: int) -> int:
-        self._state = self._first_key
+        self._state = JsonCall._first_key
         return at + 1
 
     def _first_key(self, text: str, at: int) -> int:
-        return self._expect(text, at, '"', self._begin_key)
+        return self._expect(text, at, '"', JsonCall._begin_key)
 
     def _begin_key(self, text: str, at: int) -> int:
         self._span, self._parts = JsonSpan('"'), ['"']
-        self._state = self._in_key
+        self._state = JsonCall._in_key
         return at + 1
 
     def _in_key(self, text: str, at: int) -> int:
@@ -120,16 +125,16 @@ class JsonCall:
             if key not in _KEYS:
                 return self._break(end)
             self._key = key
-            self._state = self._colon
+            self._state = JsonCall._colon
         elif read + end - at >= _MAX_KEY_CHARS:
             return self._break(end)
         return end
 
     def _colon(self, text: str, at: int) -> int:
-        return self._expect(text, at, ":", self._past_colon)
+        return self._expect(text, at, ":", JsonCall._past_colon)
 
     def _past_colon(self, _text: str, at: int) -> int:
-        self._state = self._begin_value
+        self._state = JsonCall._begin_value
         return at + 1
 
     def _begin_value(self, text: str, at: int) -> int:
@@ -138,17 +143,16 @@ class JsonCall:
             return at + 1
         if self._key == "name" and char != '"':
             return self._break(at)
-        if self._key in _ARGUMENTS and char == "{" and self._name is not None and not self._begun:
-            self._begin()
-            self._tell(char)
+        if self._key in _ARGUMENTS and char == "{" and self._name is not None and self.begun is None:
+            self._begin(char)
             self._span = JsonSpan(char)
-            self._state = self._in_arguments
+            self._state = JsonCall._in_arguments
         elif char in '"{[':
             self._span, self._parts = JsonSpan(char), [char]
-            self._state = self._in_value
+            self._state = JsonCall._in_value
         elif char.isalnum() or char == "-":
             self._parts = [char]
-            self._state = self._in_scalar
+            self._state = JsonCall._in_scalar
         else:
             return self._break(at)
         return at + 1
@@ -157,9 +161,9 @@ class JsonCall:
         """Pass the arguments on as they arrive."""
         span = self._span_now()
         end = span.feed(text, at)
-        self._tell(text[at:end])
+        self._arguments.append(text[at:end])
         if span.ended:
-            self._state = self._past_value
+            self._state = JsonCall._past_value
         return end
 
     def _in_value(self, text: str, at: int) -> int:
@@ -173,16 +177,15 @@ class JsonCall:
         return self._took_value(at)
 
     def _took_value(self, at: int) -> int:
-        self._state = self._past_value
+        self._state = JsonCall._past_value
         if self._key == "name":
             name = self._value()
             if name not in self._names:
                 return self._break(at)
             self._name = name
-            if self._early is not None and not self._begun:
-                self._begin()
-                self._tell(self._early)
-        elif self._key in _ARGUMENTS and not self._begun:
+            if self._early is not None and self.begun is None:
+                self._begin(self._early)
+        elif self._key in _ARGUMENTS and self.begun is None:
             return self._took_arguments(at)
         return at
 
@@ -198,28 +201,26 @@ class JsonCall:
         if self._name is None:
             self._early = raw
         else:
-            self._begin()
-            self._tell(raw)
+            self._begin(raw)
         return at
 
     def _past_value(self, text: str, at: int) -> int:
-        return self._expect(text, at, ",}", self._comma_or_end)
+        return self._expect(text, at, ",}", JsonCall._comma_or_end)
 
     def _comma_or_end(self, text: str, at: int) -> int:
         if text[at] == ",":
-            self._state = self._first_key
+            self._state = JsonCall._first_key
             return at + 1
         if self._name is None:
             return self._break(at)
-        if not self._begun:
-            self._begin()
-            self._tell("{}")
+        if self.begun is None:
+            self._begin("{}")
         self._reading = JsonCallState.ENDED
         return at + 1
 
-    def _begin(self) -> None:
-        self._begun = True
-        self._tell_began(self._name or "")
+    def _begin(self, arguments: str) -> None:
+        self.begun = self._name
+        self._arguments.append(arguments)
 
     def _collect(self, text: str, at: int, stop: int | None = None) -> int:
         end = self._span_now().feed(text, at, stop)

@@ -15,17 +15,17 @@ class LlamaCalls(TextMachine):
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (OPEN,))
-        self.go(self._start)
+        self.go(LlamaCalls._start)
 
     def marked(self, marker: str) -> None:
-        self.read_json_call(self._between)
+        self.read_json_call(LlamaCalls._between)
 
     def _start(self, text: str, at: int) -> int:
         if text[at] in WHITE:
             self.hold(text[at])
             return at + 1
         if text[at] == "{":
-            self.read_json_call(self._between)
+            self.read_json_call(LlamaCalls._between)
         else:
             self.no_call()
         return at
@@ -34,7 +34,7 @@ class LlamaCalls(TextMachine):
         if text[at] in WHITE + ";,":
             return at + 1
         if text[at] == "{":
-            self.read_json_call(self._between)
+            self.read_json_call(LlamaCalls._between)
         else:
-            self.go(self.text)
+            self.go(LlamaCalls.text)
         return at

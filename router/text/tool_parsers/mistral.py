@@ -18,7 +18,7 @@ class MistralCalls(TextMachine):
         super().__init__(tools, (OPEN,))
 
     def marked(self, marker: str) -> None:
-        self.go(self._begun)
+        self.go(MistralCalls._begun)
 
     def _begun(self, text: str, at: int) -> int:
         if text[at] in WHITE:
@@ -28,15 +28,15 @@ class MistralCalls(TextMachine):
             self.read_head(_HEAD)
             return at
         self.hold(text[at])
-        self.read_json_call(self._listed)
+        self.read_json_call(MistralCalls._listed)
         return at + 1
 
     def _listed(self, text: str, at: int) -> int:
         """Read on after a call of a list."""
         if text[at] == "{":
-            self.read_json_call(self._listed)
+            self.read_json_call(MistralCalls._listed)
             return at
         if text[at] == "]" or text[at] not in WHITE + ",":
-            self.go(self.text)
+            self.go(MistralCalls.text)
             return at + (text[at] == "]")
         return at + 1

@@ -16,7 +16,7 @@ class PythonicCalls(TextMachine):
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, ())
-        self.go(self._start)
+        self.go(PythonicCalls._start)
 
     def marked(self, marker: str) -> None:
         """Never called, see TextMachine: this family has no markers, and what looked like one would be text."""
@@ -37,7 +37,7 @@ class PythonicCalls(TextMachine):
         parts: list[str] = []
         depth, quote, is_escaped = 0, "", False
 
-        def step(text: str, at: int) -> int:
+        def step(self: PythonicCalls, text: str, at: int) -> int:
             nonlocal depth, quote, is_escaped
             char = text[at]
             parts.append(char)
@@ -55,7 +55,8 @@ class PythonicCalls(TextMachine):
                 depth -= 1
                 if depth <= 0:
                     self._take("".join(parts))
-            if len(parts) > MAX_CALL_CHARS and self._step is step:
+                    return at + 1
+            if len(parts) > MAX_CALL_CHARS:
                 self.no_call()
             return at + 1
 
@@ -68,13 +69,13 @@ class PythonicCalls(TextMachine):
             return
         self.began(found[0])
         self.arguments(found[1])
-        self.ended(self._between)
+        self.ended(PythonicCalls._between)
 
     def _between(self, text: str, at: int) -> int:
         if text[at] in WHITE + ",":
             return at + 1
         if text[at] == "]":
-            self.go(self.text)
+            self.go(PythonicCalls.text)
             return at + 1
         self._read_call()
         return at

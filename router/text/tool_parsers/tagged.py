@@ -27,33 +27,36 @@ class TaggedCalls(TextMachine):
 
     def marked(self, marker: str) -> None:
         if marker == _FUNCTION:
-            self._read_name(self._take_function)
+            self._read_function()
         else:
-            self.go(self._begun)
+            self.go(TaggedCalls._begun)
 
     def _begun(self, text: str, at: int) -> int:
         if text[at] in WHITE:
             self.hold(text[at])
             return at + 1
         if text[at] == "<":
-            self.expect(_FUNCTION, lambda: self._read_name(self._take_function))
+            self.expect(_FUNCTION, TaggedCalls._read_function)
         else:
             self.read_json_call()
         return at
 
-    def _read_name(self, take: Callable[[str], None]) -> None:
+    def _read_function(self) -> None:
+        self._read_name(TaggedCalls._take_function)
+
+    def _read_name(self, take: Callable[["TaggedCalls", str], None]) -> None:
         """Read up to the end of a tag that has begun, and pass it to `take`; no call if that is too long."""
         name = ""
 
-        def step(text: str, at: int) -> int:
+        def step(self: TaggedCalls, text: str, at: int) -> int:
             nonlocal name
             if len(name) > MAX_HEAD_CHARS:
-                take("")
+                take(self, "")
                 return at
             if not self.is_open:
                 self.hold(text[at])
             if text[at] == ">":
-                take(name)
+                take(self, name)
             else:
                 name += text[at]
             return at + 1
@@ -72,13 +75,13 @@ class TaggedCalls(TextMachine):
         """Expect parameters, or the function's end."""
         tag = ""
 
-        def step(text: str, at: int) -> int:
+        def step(self: TaggedCalls, text: str, at: int) -> int:
             nonlocal tag
             if text[at] in WHITE and not tag:
                 return at + 1
             tag += text[at]
             if tag == _PARAMETER:
-                self._read_name(self._take_parameter)
+                self._read_name(TaggedCalls._take_parameter)
             elif tag == _FUNCTION_END:
                 self._end()
             elif not (_PARAMETER.startswith(tag) or _FUNCTION_END.startswith(tag)):
@@ -98,7 +101,7 @@ class TaggedCalls(TextMachine):
             return
         matcher, parts = StopMatcher(_PARAMETER_ENDS, include_match=False), list[str]()
 
-        def step(text: str, at: int) -> int:
+        def step(self: TaggedCalls, text: str, at: int) -> int:
             end = text.find(">", at) + 1 or len(text)
             parts.append(matcher.feed(text[at:end]))
             if matcher.match is not None:

@@ -3,6 +3,8 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 from router.text.stop_strings import StopStrings
 from router.text.tool_parsers.events import EventList, ToolEvent
@@ -14,8 +16,10 @@ MAX_HEAD_CHARS = 512
 _HALF = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which a model's escapes may produce: it can be neither shown nor sent."""
 
-Step = Callable[[str, int], int]
-"""Reads text from a position on; returns the position after what it read."""
+Step = Callable[[Any, str, int], int]
+"""Reads, for a machine, text from a position on; returns the position after what it read. A plain function, not bound
+to the machine, which keeps it: otherwise each answer would leave a cycle for Python's collector."""
+_compiled = lru_cache(maxsize=32)(StopStrings)  # few sets of markers, each compiled once
 
 
 class TextMachine(ABC):
@@ -31,7 +35,7 @@ class TextMachine(ABC):
         self.is_open = False
         self._out = EventList()
         self._closers = frozenset(closers)
-        self._markers = StopStrings((*markers, *closers))
+        self._markers = _compiled((*markers, *closers))
         firsts = "".join(sorted({marker[0] for marker in self._markers.strings}))
         self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)")
         self._node = 0
@@ -41,12 +45,12 @@ class TextMachine(ABC):
         self._after_call = False
         self._held: list[str] = []
         """Text that may still become a call."""
-        self._step: Step = self.text
+        self._step: Step = TextMachine.text
 
     def feed(self, text: str) -> list[ToolEvent]:
         at = 0
         while at < len(text):
-            at = self._step(text, at)
+            at = self._step(self, text, at)
         return self._out.drain()
 
     def flush(self) -> list[ToolEvent]:
@@ -104,7 +108,7 @@ class TextMachine(ABC):
         """Release what is held as text: it is no call."""
         held = "".join(self._held)
         self._held.clear()
-        self._step = self.text
+        self._step = TextMachine.text
         self._say(held)
 
     def began(self, name: str) -> None:
@@ -123,13 +127,14 @@ class TextMachine(ABC):
         """End the call; text follows unless `then` is given."""
         self.is_open = False
         self._after_call = True
-        self._step = then or self.text
+        self._step = then or TextMachine.text
 
-    def expect(self, tag: str, then: Callable[[], None]) -> None:
-        """Expect white space and this tag, otherwise there is no call; then call `then` to choose the next step."""
+    def expect(self, tag: str, then: Callable[[Any], None]) -> None:
+        """Expect white space and this tag, otherwise there is no call; then call `then` with the machine, to choose the
+        next step."""
         matched = ""
 
-        def step(text: str, at: int) -> int:
+        def step(self: TextMachine, text: str, at: int) -> int:
             nonlocal matched
             char = text[at]
             if char == tag[len(matched)]:
@@ -142,22 +147,24 @@ class TextMachine(ABC):
                 return at
             self.hold(char)
             if matched == tag:
-                then()
+                then(self)
             return at + 1
 
         self.go(step)
 
     def read_json_call(self, then: Step | None = None) -> None:
         """Read an object that calls a tool; `then` follows if it does."""
-        call = JsonCall(self.tools, self.began, self.arguments)
+        call = JsonCall(self.tools)
 
-        def step(text: str, at: int) -> int:
-            before = self.num_calls
+        def step(self: TextMachine, text: str, at: int) -> int:
             reading, end = call.feed(text, at)
+            if call.begun is not None and not self.is_open:
+                self.began(call.begun)
+            self.arguments(call.drain())
             if reading is JsonCallState.ON:
                 if not self.is_open:
                     self.hold(text[at:end])
-            elif self.num_calls > before or self.is_open:
+            elif call.begun is not None:
                 self.ended(then)
             else:
                 self.hold(text[at:end])
@@ -171,7 +178,7 @@ class TextMachine(ABC):
         arguments."""
         head = ""
 
-        def step(text: str, at: int) -> int:
+        def step(self: TextMachine, text: str, at: int) -> int:
             nonlocal head
             stop = at + 1 + MAX_HEAD_CHARS - len(head)
             brace = text.find("{", at, stop)
@@ -196,7 +203,7 @@ class TextMachine(ABC):
         """Read the object that begins here."""
         span: JsonSpan | None = None
 
-        def step(text: str, at: int) -> int:
+        def step(self: TextMachine, text: str, at: int) -> int:
             nonlocal span
             start = at
             if span is None:
@@ -217,7 +224,7 @@ class TextMachine(ABC):
     def _again(self, text: str) -> None:
         at = 0
         while at < len(text):
-            at = self._step(text, at)
+            at = self._step(self, text, at)
 
     def _say(self, text: str) -> None:
         said = text.rstrip(WHITE)

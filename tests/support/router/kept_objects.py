@@ -1,9 +1,11 @@
-"""How much is kept from one request to the next: objects, and the entries of every container that the router owns."""
+"""How much is kept from one request to the next: objects, the entries of every container that the router owns, and what
+only a collection of cycles finds."""
 
 import gc
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _OWNED = ("router.", "tandem.", "prometheus_client", "tests.")
@@ -70,3 +72,21 @@ class Meter:
     def grown(self, least: int) -> dict[str, tuple[int, int]]:
         """Containers with at least so many entries more in the last sample than in the first."""
         return {way: (self._first[way], now) for way, now in self._last.items() if now - self._first[way] >= least}
+
+
+@contextmanager
+def collecting() -> Iterator[Counter[str]]:
+    """Types of the objects that were left in cycles, or held by them; filled at the end."""
+    found: Counter[str] = Counter()
+    gc.freeze()  # what was made before is not looked through: it is most of what there is
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found.update(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+        gc.enable()

@@ -12,6 +12,7 @@ from router.text.tool_parsers.events import CallArguments, CallBegan, TextConten
 from router.text.tool_parsers.families import family_of
 from router.text.tool_parsers.text_machine import MAX_HEAD_CHARS
 from router.text.tools import ToolDefinition
+from tests.support.router.kept_objects import collecting
 from tests.support.router.servers.tool_calls import FAMILIES
 
 WEATHER = ToolDefinition(
@@ -81,53 +82,53 @@ V31 = (
 )
 
 
-@pytest.mark.parametrize(
-    ("family", "text", "expected"),
-    [
-        ("hermes", HERMES, ("", ONE)),
-        ("hermes", f"Let me see.\n\n{HERMES}\n", ("Let me see.", ONE)),
-        ("hermes", f'{HERMES}\n<tool_call>{{"name": "clock"}}</tool_call>', ("", TWO)),
-        ("hermes", f"{HERMES} and then", (" and then", ONE)),
-        ("hermes", HERMES[: -len("all>")], ("", ONE)),
-        ("hermes", HERMES[: -len("/tool_call>")], ("", ONE)),
-        ("hermes", "a </tool_c", ("a </tool_c", [])),
-        ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}', ("", ONE)),
-        ("hermes", r'<tool_call>{"name": "get_weather", "arguments": "{\"city\": \"Paris\"}"}</tool_call>', ("", ONE)),
-        ("hermes", '<tool_call>{"name": "clock", "arguments": null}</tool_call>', ("", [("clock", "{}")])),
-        ("hermes", f"<tool_call>\n{XML}", ("<tool_call>", ONE)),
-        ("hermes", f"<tool_call>{HERMES}", ("<tool_call>", ONE)),
-        ("hermes", XML, ("", ONE)),
-        ("qwen3_coder", HERMES, ("", ONE)),
-        (
-            "qwen3_coder",
-            "I look.\n<function=get_weather><parameter=city>\n\n7 > 5\n</parameter><parameter=days>3</parameter>\n"
-            '<parameter=at>soon</parameter><parameter=opts>{"a": [1]}</parameter></function>',
-            ("I look.", [("get_weather", '{"city": "\\n7 > 5", "days": 3, "at": "soon", "opts": {"a": [1]}}')]),
-        ),
-        ("qwen3_coder", "<function=clock>\n</function>", ("", [("clock", "{}")])),
-        ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]', ("", ONE)),
-        (
-            "mistral",
-            f'[TOOL_CALLS] [{{"arguments": {PARIS}, "name": "get_weather"}}, {{"name": "clock", "arguments": {{}}}}]',
-            ("", TWO),
-        ),
-        ("mistral", f"Well [TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]clock{{}}", ("Well", TWO)),
-        ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]aB3[ARGS]{PARIS}", ("", ONE)),
-        ("llama3", LLAMA, ("", ONE)),
-        ("llama3", f'<|python_tag|>{{"type": "function", {LLAMA[1:]}', ("", ONE)),
-        ("llama3", f'{LLAMA}; {{"name": "clock", "parameters": {{}}}}', ("", TWO)),
-        ("deepseek", V3.replace("{}", ""), ("", ONE)),
-        ("deepseek", f"Hm.{V3.replace('{}', V3_CLOCK)}", ("Hm.", TWO)),
-        ("deepseek", V31, ("", TWO)),
-        ("pythonic", "[get_weather(city='Paris')]", ("", ONE)),
-        ("pythonic", '[get_weather(city="Paris"), clock()]', ("", TWO)),
-        (
-            "pythonic",
-            "[get_weather(city='a\\'),(', opts={'x': [1, None, True]}, days=-2)]",
-            ("", [("get_weather", '{"city": "a\'),(", "opts": {"x": [1, null, true]}, "days": -2}')]),
-        ),
-    ],
-)
+CALLS: list[tuple[str, str, Found]] = [
+    ("hermes", HERMES, ("", ONE)),
+    ("hermes", f"Let me see.\n\n{HERMES}\n", ("Let me see.", ONE)),
+    ("hermes", f'{HERMES}\n<tool_call>{{"name": "clock"}}</tool_call>', ("", TWO)),
+    ("hermes", f"{HERMES} and then", (" and then", ONE)),
+    ("hermes", HERMES[: -len("all>")], ("", ONE)),
+    ("hermes", HERMES[: -len("/tool_call>")], ("", ONE)),
+    ("hermes", "a </tool_c", ("a </tool_c", [])),
+    ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}', ("", ONE)),
+    ("hermes", r'<tool_call>{"name": "get_weather", "arguments": "{\"city\": \"Paris\"}"}</tool_call>', ("", ONE)),
+    ("hermes", '<tool_call>{"name": "clock", "arguments": null}</tool_call>', ("", [("clock", "{}")])),
+    ("hermes", f"<tool_call>\n{XML}", ("<tool_call>", ONE)),
+    ("hermes", f"<tool_call>{HERMES}", ("<tool_call>", ONE)),
+    ("hermes", XML, ("", ONE)),
+    ("qwen3_coder", HERMES, ("", ONE)),
+    (
+        "qwen3_coder",
+        "I look.\n<function=get_weather><parameter=city>\n\n7 > 5\n</parameter><parameter=days>3</parameter>\n"
+        '<parameter=at>soon</parameter><parameter=opts>{"a": [1]}</parameter></function>',
+        ("I look.", [("get_weather", '{"city": "\\n7 > 5", "days": 3, "at": "soon", "opts": {"a": [1]}}')]),
+    ),
+    ("qwen3_coder", "<function=clock>\n</function>", ("", [("clock", "{}")])),
+    ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]', ("", ONE)),
+    (
+        "mistral",
+        f'[TOOL_CALLS] [{{"arguments": {PARIS}, "name": "get_weather"}}, {{"name": "clock", "arguments": {{}}}}]',
+        ("", TWO),
+    ),
+    ("mistral", f"Well [TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]clock{{}}", ("Well", TWO)),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]aB3[ARGS]{PARIS}", ("", ONE)),
+    ("llama3", LLAMA, ("", ONE)),
+    ("llama3", f'<|python_tag|>{{"type": "function", {LLAMA[1:]}', ("", ONE)),
+    ("llama3", f'{LLAMA}; {{"name": "clock", "parameters": {{}}}}', ("", TWO)),
+    ("deepseek", V3.replace("{}", ""), ("", ONE)),
+    ("deepseek", f"Hm.{V3.replace('{}', V3_CLOCK)}", ("Hm.", TWO)),
+    ("deepseek", V31, ("", TWO)),
+    ("pythonic", "[get_weather(city='Paris')]", ("", ONE)),
+    ("pythonic", '[get_weather(city="Paris"), clock()]', ("", TWO)),
+    (
+        "pythonic",
+        "[get_weather(city='a\\'),(', opts={'x': [1, None, True]}, days=-2)]",
+        ("", [("get_weather", '{"city": "a\'),(", "opts": {"x": [1, null, true]}, "days": -2}')]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), CALLS)
 def test_tool_parser_finds_calls_of_every_family(family: str, text: str, expected: Found) -> None:
     assert read(family, text) == expected
     for _name, arguments in expected[1]:
@@ -164,6 +165,15 @@ def test_tool_parser_finds_calls_of_every_family(family: str, text: str, expecte
 )
 def test_tool_parser_text_without_call_is_unchanged(family: str, text: str) -> None:
     assert read(family, text) == (text, [])
+
+
+@pytest.mark.parametrize(("family", "text"), [(family, text) for family, text, _ in CALLS])
+def test_tool_parser_leaves_no_cycles_wherever_an_answer_ends(family: str, text: str) -> None:
+    parse(family, text)  # what is made once
+    with collecting() as found:
+        for end in range(len(text)):
+            parse(family, text[:end], flush=False)
+    assert not found
 
 
 def test_tool_parser_streams_arguments_as_written() -> None:
