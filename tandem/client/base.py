@@ -25,6 +25,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # client that reads a stream sends nothing, and gRPC's default allows two pings then.
     ("grpc.keepalive_time_ms", 4_000),
     ("grpc.keepalive_timeout_ms", 4_000),
+    # No keepalive ping is sent while another is unanswered, such as those that gRPC measures bandwidth with, for which
+    # it would wait a minute.
+    ("grpc.http2.ping_timeout_ms", 8_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Time to connect: a router that hangs accepts and then sends nothing, while another may answer.
     ("grpc.min_reconnect_backoff_ms", 3_000),

@@ -40,6 +40,8 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 2_000),
+    # While a ping that measures bandwidth is unanswered no keepalive ping is sent, and gRPC would wait a minute for it.
+    ("grpc.http2.ping_timeout_ms", 12_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # A worker that comes back should be found within a second, not after gRPC's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
