@@ -28,12 +28,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Setting up $(VENV) (once; a minute with a warm package cache, three or more without) ..."
 	@# torch first and alone: a range that admits a newer one would bring another build.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(TORCH) numpy
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@# For one transport more; where it cannot be had its tests say so.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt nixl || true
-	@# Where there is no compiler the engine says so at start and runs on torch's own operators.
-	@{ $(BIN)/python -m kv_transfer || true; } & { $(BIN)/python -m engine.kernels.cpu || true; }; wait
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt nixl || true
+	@# Where there is no compiler the engine says so at start and runs on torch's own operators. Beside the compilers all
+	@# packages are translated to bytecode, by all processors, which pip does on one.
+	@{ $(BIN)/python -m kv_transfer || true; } & { $(BIN)/python -m engine.kernels.cpu || true; } & \
+	  $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true; wait
 	@touch $@
 
 .PHONY: setup

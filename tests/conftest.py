@@ -18,9 +18,14 @@ _SHARED = (
 """Of one process, or of few that wait for each other."""
 _COMPUTE = (
     *(_TESTS / f"unit/engine/{name}" for name in ("backends", "kernels", "model", "runner", "sampling", "scheduler")),
-    *(_TESTS / f"unit/{name}" for name in ("kv_transfer/layout", "kv_transfer/protocol", "cluster/simulator")),
+    *(_TESTS / f"unit/engine/{name}" for name in ("kv_cache", "speculation", "test_speculation.py", "types")),
+    *(_TESTS / f"unit/router/{name}" for name in ("admission", "http/openapi", "metrics", "placement", "text")),
+    *(_TESTS / f"unit/cluster/{name}" for name in ("chart", "planner", "simulator")),
+    *(_TESTS / f"unit/kv_transfer/{name}" for name in ("layout", "protocol")),
+    *(_TESTS / f"unit/tandem/{name}" for name in ("config", "gguf")),
+    *(_TESTS / f"unit/{name}" for name in ("docs", "monitoring", "test_house_rules.py")),
+    *(_TESTS / f"chart/test_{name}.py" for name in ("rendered", "refused")),
     *(_TESTS / f"integration/engine/test_{name}.py" for name in ("storms", "determinism")),
-    _TESTS / "unit/test_house_rules.py",
 )
 """Of those, tests that compute and wait for nothing: they run at the lowest priority, beside those of clusters."""
 
