@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-TURNS = 3
+TURNS = 4
 VARIABLE = "TEST_TURN"
 
 

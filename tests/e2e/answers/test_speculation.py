@@ -111,6 +111,7 @@ def shown(answer):
     return answer["choices"], usage
 
 
+@pytest.mark.in_turns
 async def test_drafted_answers_are_those_without_drafts(cluster, cases, alone):
     for salt in ("cold", "cold", "batch"):
         answers = await asyncio.gather(

@@ -61,7 +61,7 @@ LONG_WAYS = {
         "decode__tensor_parallel_size": 4,
     },
 }
-TURNS = {"colocated-4": 0, "shm-2": 1, "tcp-1-2": 2, "private-2": 0}
+TURNS = {"colocated-4": 0, "shm-2": 1, "tcp-1-2": 2, "private-2": 3}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

@@ -83,6 +83,7 @@ async def received(cluster, outcome):
     return await cluster.figure("tandem_worker_transfers_total", direction="received", kind="handoff", outcome=outcome)
 
 
+@pytest.mark.turn(3)
 async def test_prefill_worker_drains_after_last_handoff(cluster, oracle, long_prompts):
     prompts, expected = long_prompts
     pid, num_lines = cluster.pid("prefill-0"), len(cluster.logs.lines)

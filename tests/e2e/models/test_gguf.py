@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import save_file
 
 from tests.support.engine.gguf_writer import write_gguf
@@ -32,6 +33,7 @@ def write(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.turn(3)
 async def test_gguf_file_alone_through_both_pools_answers_as_its_restored_directory(fork_servers, tmp_path):
     file = write(tmp_path)
     oracle = Oracle(tmp_path / "dense")

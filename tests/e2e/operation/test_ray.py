@@ -48,14 +48,14 @@ def answers(oracle):
     return prompts, oracle.batch(prompts, ANSWER)
 
 
-@pytest.mark.turn(1)
+@pytest.mark.turn(3)
 async def test_ray_node_dying_under_streams_loses_none(nodes, upped, cluster, answers):
     print(f"\n{await lose_a_node(nodes.kill_one, upped, cluster, answers)}")
     await assert_same_tokens(cluster, answers, "again")
     await cluster.until_idle()
 
 
-@pytest.mark.turn(1)
+@pytest.mark.turn(3)
 async def test_ray_scale_up_adds_workers(upped, cluster, answers):
     ordered_s = monotonic()
     await upped.order("scale", "decode=3")
@@ -64,7 +64,7 @@ async def test_ray_scale_up_adds_workers(upped, cluster, answers):
     await assert_same_tokens(cluster, answers, "grown")
 
 
-@pytest.mark.turn(1)
+@pytest.mark.turn(3)
 async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, answers):
     """Restarts take the same steps; `test_ray_bounds` tests them."""
     before = await nodes.workers()
@@ -81,7 +81,7 @@ async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, an
     await assert_same_tokens(cluster, answers, "changed")
 
 
-@pytest.mark.turn(0)
+@pytest.mark.turn(3)
 async def test_ray_session_files_contain_no_secret(nodes, upped):
     """After actors of the cluster have been started, signalled and lost."""
     written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}

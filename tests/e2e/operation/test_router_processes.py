@@ -112,6 +112,7 @@ async def test_router_processes_metrics_cover_all_processes(cluster, oracle):
     assert {"router-0", "router-1", "router-2"} <= names
 
 
+@pytest.mark.turn(1)
 async def test_router_processes_status_covers_all_processes(cluster, oracle):
     async def status(key="key-of-all"):
         headers = {"Authorization": f"Bearer {key}"}

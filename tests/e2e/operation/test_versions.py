@@ -132,6 +132,7 @@ async def test_cluster_of_two_versions_serves(routers, answered, server):
     assert not any([await router.figure("tandem_redis_bad_entries_total") for router in routers])
 
 
+@pytest.mark.turn(3)
 async def test_router_of_other_version_takes_over_streams(routers, answered):
     this, before = routers
     requests, expected = answered

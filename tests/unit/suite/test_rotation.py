@@ -27,7 +27,7 @@ def test_rotation_environment_chooses_the_turn(value: str, turns: set[int]) -> N
 
 @pytest.mark.parametrize("value", [str(rotation.TURNS), "-1", "first"])
 def test_rotation_unknown_turn_is_refused(value: str) -> None:
-    with pytest.raises(pytest.UsageError, match="TEST_TURN must be a turn from 0 to 2, all or none"):
+    with pytest.raises(pytest.UsageError, match="TEST_TURN must be a turn from 0 to 3, all or none"):
         rotation.chosen_turns({rotation.VARIABLE: value}, DAY)
 
 
