@@ -16,7 +16,7 @@ from tests.support.oracle import prompts
 from tests.support.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-ALL = ["grammar", "lookup", "suffix"]
+ALL = ["grammar", "prediction", "lookup", "suffix"]
 
 
 def drafts(*sources, most=8, adaptive=False):
