@@ -148,24 +148,26 @@ def edited(text):
     return " ".join(words[middle:] + words[:middle])
 
 
+async def told(cluster, story, prediction=None, **more):
+    """A chat's answer, and how many tokens of the prediction were accepted and rejected."""
+    turn = {"role": "user", "content": f"Tell me the story of {story}."}
+    body = {"messages": [turn], "max_tokens": 48, "ignore_eos": True, "seed": story, **more}
+    if prediction is not None:
+        body["prediction"] = {"type": "content", "content": prediction}
+    answer = (await cluster.http.post("/v1/chat/completions", json=body)).json()
+    details = answer["usage"]["completion_tokens_details"]
+    return answer["choices"][0]["message"]["content"], (
+        details["accepted_prediction_tokens"],
+        details["rejected_prediction_tokens"],
+    )
+
+
 async def test_predictions_right_or_wrong_change_no_answer(cluster):
     """Of a prediction that is right nearly all is accepted, and the more of it is wrong, the more is rejected."""
 
-    async def ask(story, prediction=None, **more):
-        turn = {"role": "user", "content": f"Tell me the story of {story}."}
-        body = {"messages": [turn], "max_tokens": 48, "ignore_eos": True, "seed": story, **more}
-        if prediction is not None:
-            body["prediction"] = {"type": "content", "content": prediction}
-        answer = (await cluster.http.post("/v1/chat/completions", json=body)).json()
-        details = answer["usage"]["completion_tokens_details"]
-        return answer["choices"][0]["message"]["content"], (
-            details["accepted_prediction_tokens"],
-            details["rejected_prediction_tokens"],
-        )
-
     ways = [{"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "frequency_penalty": 0.5}]
     cases = [(i, way) for i, way in enumerate(ways * 2)]
-    plain = await asyncio.gather(*(ask(i, **way) for i, way in cases))
+    plain = await asyncio.gather(*(told(cluster, i, **way) for i, way in cases))
     used = {}
     for name, change in {
         "right": lambda text: text,
@@ -174,7 +176,7 @@ async def test_predictions_right_or_wrong_change_no_answer(cluster):
     }.items():
         predictions = [change(text) for text, _ in plain]
         asked = zip(cases, predictions, strict=True)
-        answers = await asyncio.gather(*(ask(i, given, **way) for (i, way), given in asked))
+        answers = await asyncio.gather(*(told(cluster, i, given, **way) for (i, way), given in asked))
         assert [text for text, _ in answers] == [text for text, _ in plain]
         used[name] = [sum(counts) for counts in zip(*(counts for _, counts in answers), strict=True)]
     assert [counts for _, counts in plain] == [(0, 0)] * len(cases)
@@ -198,8 +200,12 @@ async def test_streams_with_drafts_survive_the_loss_of_their_worker(cluster, ora
     """What the worker had drafted, and whose answers it had kept, is lost with it, and nobody can tell."""
     made = [oracle.story(900 + i, 100) for i in range(4)]
     expected = oracle.batch(made, LONG)
+    plain = [(await told(cluster, i, max_tokens=LONG))[0] for i in range(4)]
     answers = asyncio.gather(*(cluster.stream(prompt, LONG) for prompt in made))
+    predicted = asyncio.gather(*(told(cluster, i, edited(text), max_tokens=LONG) for i, text in enumerate(plain)))
     killed = await cluster.kill_the_busiest(signal.SIGKILL)
     assert [one.token_ids for one in await answers] == expected
+    assert [text for text, _ in await predicted] == plain
+    assert all(0 < accepted < LONG for _, (accepted, _) in await predicted)
     await cluster.comes_back(*killed)
     await cluster.until_idle()
