@@ -4,7 +4,7 @@ from engine.assembly import EngineParts
 from engine.types.request import Request
 from kv_transfer.session.peer import Route
 from tandem.errors import InvalidRequest
-from tandem.protocol.wire import prompt_from_pb, sampling_from_pb
+from tandem.protocol.wire import prediction_from_pb, prompt_from_pb, sampling_from_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import HASH_BYTES
 from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
@@ -24,7 +24,13 @@ def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts,
         raise InvalidRequest(f"request_id must have 1 to {MAX_ID_CHARS} characters", param="request_id")
     token_ids = prompt_from_pb(submit)
     num_prompt_tokens = len(token_ids)
-    for name, ids in (("prompt_token_ids", token_ids), ("generated_token_ids", submit.generated_token_ids)):
+    prediction = prediction_from_pb(submit)
+    given = (
+        ("prompt_token_ids", token_ids),
+        ("generated_token_ids", submit.generated_token_ids),
+        ("prediction", prediction or ()),
+    )
+    for name, ids in given:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequest(f"{name} must be below the vocabulary's {vocab_size}", param=name)
     token_ids.extend(submit.generated_token_ids)
@@ -38,6 +44,7 @@ def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts,
         arrival_s=now_s,
         priority=submit.priority,
         deadline_s=now_s + submit.timeout_s if submit.HasField("timeout_s") else None,
+        prediction=prediction,
     )
 
 

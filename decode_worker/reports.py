@@ -14,7 +14,7 @@ from kv_transfer.session.peer import Route
 from tandem.errors import ServingError
 from tandem.protocol.wire import failure_to_pb, finish_reason_to_pb, times_to_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.values.outputs import FinishReason, SampledToken
+from tandem.values.outputs import NO_PREDICTION_USE, FinishReason, SampledToken
 from worker.session_port import SessionPort
 from worker.wire import token_delta
 
@@ -109,6 +109,7 @@ class StepReports:
         """Add the held tokens: to the columns a single one that can be there, else a delta."""
         token = task.held[0]
         fits = task.handle and len(task.held) == 1 and token.logprob is None
+        fits = fits and task.prediction is task.sent_prediction
         if fits and task not in message.in_deltas:
             message.handles.append(task.handle)
             message.indexes.append(task.next_index - 1)
@@ -126,6 +127,8 @@ def send_all(task: DecodeTask) -> None:
     """Send the answer so far to a router that has just taken it over."""
     delta = task.sent.delta(task.request_id, task.attempt)
     task.held.clear()
+    if task.prediction is not NO_PREDICTION_USE:
+        _add_prediction(task, delta)
     if task.started:
         delta.started.CopyFrom(_started(task))
     if task.finish is not None:
@@ -138,7 +141,14 @@ def _held(task: DecodeTask) -> pb.TokenDelta:
     first_index = task.next_index - len(task.held)
     delta = token_delta(task.request_id, task.attempt, first_index, task.held)
     task.held.clear()
+    if task.prediction is not task.sent_prediction:
+        _add_prediction(task, delta)
     return delta
+
+
+def _add_prediction(task: DecodeTask, delta: pb.TokenDelta) -> None:
+    accepted, rejected = task.sent_prediction = task.prediction
+    delta.prediction.CopyFrom(pb.PredictionUse(accepted=accepted, rejected=rejected))
 
 
 def _started(task: DecodeTask) -> pb.Started:

@@ -12,7 +12,7 @@ from tandem.telemetry.tracing import Span, TraceContext
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId, RequestId, TransferId
-from tandem.values.outputs import PhaseTimes, SampledToken
+from tandem.values.outputs import NO_PREDICTION_USE, PhaseTimes, PredictionUse, SampledToken
 from tandem.values.prefix_holder import PrefixHolder
 from worker.session_port import SessionPort
 
@@ -99,6 +99,10 @@ class DecodeTask:
     times: PhaseTimes = field(default_factory=PhaseTimes)
     when_done: Callable[[], None] | None = None
     """Called once, when the task is removed from the index."""
+    prediction: PredictionUse = NO_PREDICTION_USE
+    """What has become of the request's prediction, up to the last token that was sent or is held."""
+    sent_prediction: PredictionUse = NO_PREDICTION_USE
+    """The same as the router knows it."""
     started: bool = False
     finish: pb.Finish | None = None
     """The end as sent to the router; None before it, and after an end without an answer."""

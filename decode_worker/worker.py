@@ -20,6 +20,7 @@ from decode_worker.takeover import Takeovers
 from decode_worker.task import DecodeTask, SentTokens, TaskPhase
 from decode_worker.task_index import TaskIndex
 from engine.scheduler.scheduler import Scheduler
+from engine.types.config import PREDICTION_SOURCE
 from engine.types.request import Request, SampledToken, TokenEvent
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable
@@ -31,7 +32,7 @@ from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, RequestId
-from tandem.values.outputs import FinishReason, PhaseTimes
+from tandem.values.outputs import FinishReason, PhaseTimes, PredictionUse
 from tandem.values.worker_identity import WorkerIdentity
 from worker.drain import MigrationSource
 from worker.engine_host import EngineHost
@@ -328,6 +329,10 @@ class DecodeWorker:
             task = self._tasks.of_engine(admission.request_id)
             if task is not None:
                 admitted(task, admission)
+        for draft in output.drafts:
+            if draft.source == PREDICTION_SOURCE and (task := self._tasks.of_engine(draft.request_id)) is not None:
+                used = PredictionUse(draft.num_kept, draft.num_tokens - draft.num_kept)
+                task.prediction = task.prediction.plus(used)
         for event in output.events:
             task = self._tasks.of_engine(event.request_id)
             if task is not None:

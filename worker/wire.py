@@ -76,6 +76,7 @@ def work_to_pb(done: WorkMeter, parts: EngineParts, *, resident_bytes: int) -> p
         kv_bytes=parts.budget.kv_bytes * size,
         flops_per_token=parts.model.flops_per_token,
         step_sizes=done.sizes,
+        drafts=[pb.DraftTotals(source=source, **asdict(totals)) for source, totals in done.drafts.items()],
     )
 
 

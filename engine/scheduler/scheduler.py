@@ -36,7 +36,7 @@ from engine.speculation.speculation import Speculation
 from engine.types.config import SchedulerConfig
 from engine.types.kv_events import KVEventLog
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
-from engine.types.step_output import Load, StepOutput, StepTimings
+from engine.types.step_output import Load, SettledDraft, StepOutput, StepTimings
 from engine.types.token_guide import follow
 from tandem.errors import InvalidRequest, InvariantError, Overloaded
 from tandem.telemetry.logs import about
@@ -57,6 +57,7 @@ class _Committed:
     """Tokens by which the backlog has shrunk."""
     num_accepted: int = 0
     """Drafts that have become tokens."""
+    drafts: list[SettledDraft] = field(default_factory=list)
 
 
 class Scheduler:
@@ -275,7 +276,9 @@ class Scheduler:
         done.num_caught_up += num_caught_up
         self._let_go(done)
         output = self.drain()
-        return output._replace(num_accepted_tokens=done.num_accepted) if done.num_accepted else output
+        if not done.drafts:
+            return output
+        return output._replace(num_accepted_tokens=done.num_accepted, drafts=tuple(done.drafts))
 
     def _let_go(self, done: "_Committed") -> None:
         """End or hold the requests that a step has brought to their last token, or failed."""
@@ -320,7 +323,7 @@ class Scheduler:
             self._collector.token(request, first + i, token, settled.finish_reason if i == last else None)
         is_over = settled.is_unusable or settled.finish_reason is not None
         if self._speculation is not None:
-            self._speculation.settled(request, settled.num_computed - 1, is_over=is_over)
+            done.drafts.append(self._speculation.settled(request, settled.num_computed - 1, is_over=is_over))
         done.num_caught_up += settled.num_computed - len(settled.tokens)
         done.num_accepted += settled.num_computed - 1
         if is_over:

@@ -1,4 +1,4 @@
-"""The sources of drafts that the settings name: what a grammar forces, and what is likely to be repeated.
+"""The sources of drafts that the settings name: what a grammar forces, what the client expects, what is repeated.
 
 Prompt lookup takes the request's own text, prompt and output, to be repeated (Saxena, 2023, "Prompt Lookup Decoding"):
 in edits, summaries, code and answers that quote. The suffix cache does so with earlier answers.
@@ -6,6 +6,7 @@ in edits, summaries, code and answers that quote. The suffix cache does so with 
 
 from collections.abc import Callable, Sequence
 
+from engine.speculation.prediction import ClientPrediction
 from engine.speculation.proposer import NO_DRAFT, Ask, Draft, Proposer
 from engine.speculation.suffix_cache import SuffixCache
 from engine.speculation.token_history import TokenHistory, repeated
@@ -63,6 +64,7 @@ class PromptLookup:
 
 SOURCES: dict[str, Callable[[], Proposer]] = {
     ForcedTokens.name: ForcedTokens,
+    ClientPrediction.name: ClientPrediction,
     PromptLookup.name: PromptLookup,
     SuffixCache.name: SuffixCache,
 }

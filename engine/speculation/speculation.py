@@ -7,7 +7,7 @@ from engine.speculation.proposer import Ask, Draft, Proposer, ProposerChain
 from engine.speculation.sources import SOURCES
 from engine.types.config import SpeculationConfig
 from engine.types.request import Request
-from engine.types.step_output import StepTimings
+from engine.types.step_output import SettledDraft, StepTimings
 
 
 class Speculation:
@@ -37,11 +37,12 @@ class Speculation:
         """Note that a step verifies this draft, perhaps shorter than it was proposed."""
         self._pending[request] = draft
 
-    def settled(self, request: Request, num_kept: int, *, is_over: bool) -> None:
+    def settled(self, request: Request, num_kept: int, *, is_over: bool) -> SettledDraft:
         """Learn that the first `num_kept` drafts were right. `is_over`: the request ended with the token after them."""
         draft = self._pending.pop(request)
         self._pace.settled(draft, num_kept, is_over=is_over)
         self._proposer.settled(request, num_kept)
+        return SettledDraft(request.request_id, draft.source, len(draft.token_ids), num_kept)
 
     def forget(self, request: Request) -> None:
         """Forget a request that is over."""

@@ -7,7 +7,9 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
 EVICTION_POLICIES = ("lru", "lfu", "prefix")
 """Names of the policies in `engine.kv_cache.eviction.POLICIES`."""
-DRAFT_SOURCES = ("grammar", "lookup", "suffix")
+PREDICTION_SOURCE = "prediction"
+"""The source that drafts what the client expects: requests' usage tells what became of it."""
+DRAFT_SOURCES = ("grammar", PREDICTION_SOURCE, "lookup", "suffix")
 """Sources of drafts, in the order in which they are asked if all are used: names in
 `engine.speculation.sources.SOURCES`."""
 _MAX_DRAFTED_SEQUENCES = 16

@@ -159,6 +159,8 @@ class Request:
     finish_reason: FinishReason | None = None
     guide: TokenGuide | None = None
     """Follows the answer's grammar, if it has one."""
+    prediction: "array[int] | None" = None
+    """Tokens of the answer that the client expects, if it has said: drafts are proposed from them."""
     scoring: PromptScoringState | None = None
     """Prompt scoring, if requested; such a request samples one token, which is discarded."""
     end_rule: EndRule | None = None

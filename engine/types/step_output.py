@@ -124,6 +124,18 @@ class StepTimings(NamedTuple):
         return self.execute_s if self.is_overlapped else self.schedule_s + self.execute_s + self.commit_s
 
 
+class SettledDraft(NamedTuple):
+    """What became of one request's draft in one step."""
+
+    request_id: RequestId
+    source: str
+    """Who proposed it: a name of `engine.types.config.DRAFT_SOURCES`."""
+    num_tokens: int
+    """Tokens that the step verified."""
+    num_kept: int
+    """The first of them, which were right and have become tokens of the request."""
+
+
 class StepOutput(NamedTuple):
     """Everything that happened since the previous output."""
 
@@ -139,3 +151,5 @@ class StepOutput(NamedTuple):
     """Pinned prefixes that were given up."""
     num_accepted_tokens: int = 0
     """Drafts of the step that were right."""
+    drafts: tuple[SettledDraft, ...] = ()
+    """The step's drafts by request, without those of requests that ended meanwhile."""

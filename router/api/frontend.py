@@ -16,7 +16,7 @@ from router.admission.queue_limits import PreparationLimit
 from router.api.answer.stream_ids import StreamIds
 from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
-from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
+from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest, check_prediction
 from router.api.request.named_caches import CachedPrompts
 from router.api.request.prompt_logprobs_options import check_prompt_scoring_size
 from router.api.request.request_ids import name_request
@@ -96,9 +96,12 @@ class Frontend:
             fields, calling = self._calling(fields, fields.tools)
         fields = self._with_defaults(fields)
         self.check_fields(fields)
+        expected = None
         with self._limit.preparing():
             if fields.structure is not None or fields.bad_words:
                 fields = await self._structured(fields)
+            if fields.prediction is not None:
+                expected = await self.prompts.encode_prediction(fields.prediction)
             ids = await self.prompts.encode_chat(
                 messages,
                 add_generation_prompt=fields.add_generation_prompt,
@@ -125,6 +128,8 @@ class Frontend:
             one = with_beams(one, fields, most_beams=self._config.max_choices)
         if fields.scoring is not None:
             check_prompt_scoring_size([one], self._config.max_answer_values)
+        if expected:
+            one = replace(one, request=replace(one.request, prediction=expected))
         return self._traced(one, fields)
 
     async def prepare_prompts(
@@ -194,6 +199,8 @@ class Frontend:
         sampling.validate(vocab_size=self.model.vocab_size, max_tokens=most, seed=fields.seed or 0)
         if fields.stop:
             StopStrings(fields.stop)
+        if fields.prediction is not None:
+            check_prediction(fields)
 
     def _closed(self, fields: ClientRequest, structure: StructuredOutput) -> ClientRequest:
         """Close JSON schemas that leave `additionalProperties` open, as the operator configured."""

@@ -1,6 +1,7 @@
 """Turns prompts as clients send them into token ids: bounded before they are read, long ones off the event loop."""
 
 import asyncio
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ from router.api.request.client_request import ModelInfo
 from router.text.conversation import MAX_MESSAGES as MAX_MESSAGES
 from router.text.conversation import Message, TemplateOptions, check_messages
 from router.text.encoded_prefixes import EncodedPrefixes
-from router.text.tokenizer import LEAST_KNOWN_CHARS, Tokenizer
+from router.text.tokenizer import LEAST_KNOWN_CHARS, Tokenizer, check_text
 from router.text.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
 
 MAX_CHARS_PER_TOKEN = 32
 """A prompt with more characters than this per token of context is refused unread: no real text compresses that well."""
+MAX_PREDICTION_TOKENS = 32_768
+"""Bound on the answer that a client expects (`prediction`)."""
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
 
 
@@ -111,6 +114,18 @@ class PromptReader(Collector):
         if len(text) <= _INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_prediction(self, text: str) -> "array[int]":
+        """Encode the answer that a client expects. Raises InvalidRequest."""
+        most, param = MAX_PREDICTION_TOKENS, "prediction"
+        if len(text) > most * MAX_CHARS_PER_TOKEN:
+            raise InvalidRequest(f"{param} must have at most {most} tokens, got {len(text)} characters", param=param)
+        check_text(text, param)
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=False)
+        ids = encode() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode)
+        if len(ids) > most:
+            raise InvalidRequest(f"{param} must have at most {most} tokens, got {len(ids)}", param=param)
+        return array("i", ids)
 
     async def encode_around(
         self, before: str | Sequence[int], after: str, add_special_tokens: bool = True

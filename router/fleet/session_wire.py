@@ -18,6 +18,7 @@ from router.types.session_events import (
 )
 from router.types.worker_view import (
     CacheTierLoad,
+    DraftSourceTotals,
     EngineStepTotals,
     EngineWorkReport,
     MigratedBlocks,
@@ -48,11 +49,11 @@ from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.values.kv_layout import DTYPE_BYTES
-from tandem.values.outputs import FinishReason, bare_token
+from tandem.values.outputs import FinishReason, PredictionUse, bare_token
 from tandem.values.prefix_holder import holder_to_pb
 from tandem.values.prefix_pin import PinKey, PinOrder
 from tandem.values.roles import WorkerRole
-from tandem.values.step_sizes import STEP_SIZES
+from tandem.values.step_sizes import DRAFT_PLACES, STEP_SIZES
 
 _ROLES: dict[int, WorkerRole] = {
     pb.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
@@ -60,6 +61,7 @@ _ROLES: dict[int, WorkerRole] = {
 }
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
+_DRAFT_SOURCES = frozenset({"grammar", "prediction", "lookup", "suffix"})
 _MAX_OFFER_S = 600.0
 _MAX_PORT = 65535
 _MOST_BYTES_TOGETHER = 1 << 20
@@ -149,6 +151,7 @@ def submit_to_pb(order: SubmitOrder, handle: int, version: int = SPOKEN.newest) 
         trace=order.trace.to_text() if order.trace is not None else None,
         tokens_per_message=order.tokens_per_message,
         handle=handle,
+        prediction=b"" if order.prediction is None else token_ids_to_bytes(order.prediction),
     )
     return pb.RouterMessage(submit=submit)
 
@@ -230,7 +233,10 @@ def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
     if delta.HasField("started"):
         started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))
     finished = _finished_from_pb(delta.finish) if delta.HasField("finish") else None
-    return TokensArrived(delta.first_index, tokens, started, finished)
+    prediction = None
+    if delta.HasField("prediction"):
+        prediction = PredictionUse(delta.prediction.accepted, delta.prediction.rejected)
+    return TokensArrived(delta.first_index, tokens, started, finished, prediction)
 
 
 def _finished_from_pb(finish: pb.Finish) -> AttemptFinished:
@@ -301,6 +307,16 @@ def _work_from_pb(work: pb.WorkReport) -> EngineWorkReport:
         kv_bytes=work.kv_bytes,
         flops_per_token=work.flops_per_token,
         step_sizes=tuple(work.step_sizes) if len(work.step_sizes) == len(STEP_SIZES) + 1 else (),
+        drafts=tuple(_drafts_from_pb(totals) for totals in work.drafts if totals.source in _DRAFT_SOURCES),
+    )
+
+
+def _drafts_from_pb(totals: pb.DraftTotals) -> DraftSourceTotals:
+    return DraftSourceTotals(
+        source=totals.source,
+        drafts=totals.drafts,
+        draft_tokens=tuple(totals.draft_tokens[:DRAFT_PLACES]),
+        accepted_tokens=tuple(totals.accepted_tokens[:DRAFT_PLACES]),
     )
 
 

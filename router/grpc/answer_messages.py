@@ -78,11 +78,14 @@ def _add_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
 
 def usage_message(usage: CallUsage) -> pb.Usage:
     """Return the usage of a whole call."""
+    accepted, rejected = usage.prediction
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
         times=wire.times_to_pb(usage.times()),
     )
 

@@ -63,6 +63,7 @@ def client_fields(
         add_generation_prompt=_or_true(request, "add_generation_prompt") and not request.continue_final_message,
         template=template_options(request),
         tools=tool_use(request),
+        prediction=request.prediction if request.HasField("prediction") else None,
         priority=request.priority,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         tenant=caller.tenant,

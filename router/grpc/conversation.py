@@ -15,6 +15,7 @@ _MOST_SCHEMA_CHARS = 4 * MAX_TOOLS_CHARS
 """Bound on all schemas as they were sent: checked before they are parsed."""
 _OF_CONVERSATIONS = (
     *("add_generation_prompt", _TOOLS, _CHOICE, "chat_template_kwargs", "continue_final_message", "cached_content"),
+    "prediction",
 )
 _OF_PROMPTS = ("add_special_tokens",)
 

@@ -7,8 +7,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from router.metrics.instruments import cumulative
-from router.types.worker_view import EngineWorkReport, WorkerSnapshot
-from tandem.values.step_sizes import STEP_SIZES
+from router.types.worker_view import DraftSourceTotals, EngineWorkReport, WorkerSnapshot
+from tandem.values.step_sizes import DRAFT_PLACES, STEP_SIZES
 
 _WORKER = ("worker", "role")
 _STEPS: Mapping[str, tuple[str, str]] = {
@@ -28,12 +28,22 @@ _STEPS: Mapping[str, tuple[str, str]] = {
         "Draft tokens that were right; divided by draft tokens, the acceptance rate",
     ),
 }
-_SPECULATION: Mapping[str, tuple[str, str]] = {
-    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified"),
-    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right"),
-}
+_LAST_PLACE = DRAFT_PLACES - 1
+_PLACES = (*map(str, range(_LAST_PLACE)), f"{_LAST_PLACE}+")
+"""Label of each place in a draft."""
+_UNKNOWN_SOURCE = "unknown"
 _SIZES = dict(enumerate(map(floatToGoString, STEP_SIZES)))
 _MEMORY: Mapping[str, str] = {"resident_bytes": "resident", "weights_bytes": "weights", "kv_bytes": "kv_pool"}
+
+
+def _without_sources(work: EngineWorkReport) -> tuple[DraftSourceTotals, ...]:
+    """The drafts of a worker whose version does not tell their sources; none where nothing was drafted."""
+    steps = (work.prefill, work.decode)
+    tokens, accepted = sum(one.draft_tokens for one in steps), sum(one.accepted_tokens for one in steps)
+    if not tokens:
+        return ()
+    unknown = _UNKNOWN_SOURCE
+    return (DraftSourceTotals(source=unknown, drafts=0, draft_tokens=(tokens,), accepted_tokens=(accepted,)),)
 
 
 class WorkMetrics(Collector):
@@ -84,11 +94,47 @@ class WorkMetrics(Collector):
         yield from (memory, flops, preempted, *self._speculation(), self._sizes(), self._config())
 
     def _speculation(self) -> Iterable[Metric]:
-        for field, (name, text) in _SPECULATION.items():
-            drafts = CounterMetricFamily(name, text, labels=("model_name", "engine"))
-            for labels, work in self._shown:
-                drafts.add_metric((self._model, labels[0]), getattr(work.prefill, field) + getattr(work.decode, field))
-            yield drafts
+        """Drafts by source, under vLLM's names and, by place in the draft, under ours."""
+        engine = ("model_name", "engine", "source")
+        drafts = CounterMetricFamily("vllm:spec_decode_num_drafts", "Drafts verified", labels=engine)
+        drafted = CounterMetricFamily("vllm:spec_decode_num_draft_tokens", "Draft tokens verified", labels=engine)
+        right = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right", labels=engine
+        )
+        right_at = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            f"Draft tokens that were right, by their place in the draft, from 0; `{_PLACES[-1]}`: all further ones",
+            labels=(*engine, "position"),
+        )
+        rate = GaugeMetricFamily(
+            "vllm:spec_decode_draft_acceptance_rate",
+            "Share of verified draft tokens that were right, since the worker's start",
+            labels=engine,
+        )
+        own = tuple(
+            CounterMetricFamily(name, text, labels=(*_WORKER, "source", "position"))
+            for name, text in (
+                ("tandem_worker_draft_tokens", "Draft tokens verified, by source and place in the draft"),
+                ("tandem_worker_draft_accepted_tokens", "Those of them that were right"),
+            )
+        )
+        for labels, work in self._shown:
+            for one in work.drafts or _without_sources(work):
+                names = (self._model, labels[0], one.source)
+                num_tokens, num_right = sum(one.draft_tokens), sum(one.accepted_tokens)
+                if one.source != _UNKNOWN_SOURCE:
+                    drafts.add_metric(names, one.drafts)
+                drafted.add_metric(names, num_tokens)
+                right.add_metric(names, num_right)
+                if num_tokens:
+                    rate.add_metric(names, num_right / num_tokens)
+                places = () if one.source == _UNKNOWN_SOURCE else _PLACES
+                for place, tokens, accepted in zip(places, one.draft_tokens, one.accepted_tokens, strict=False):
+                    if tokens:
+                        right_at.add_metric((*names, place), accepted)
+                        own[0].add_metric((*labels, one.source, place), tokens)
+                        own[1].add_metric((*labels, one.source, place), accepted)
+        yield from (drafts, drafted, right, right_at, rate, *own)
 
     def _sizes(self) -> Metric:
         text = "Tokens of each step of a worker's engine"

@@ -17,6 +17,7 @@ _OF_WORKERS = (
     "tandem_worker",
     "vllm:num_preemptions",
     "vllm:iteration_tokens_total",
+    "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
 )

@@ -5,6 +5,7 @@ A server (HTTP or gRPC) validates and tokenizes a client's request into a `Route
 made for every request or token are msgspec's structs: a frozen dataclass takes many times as long to make (ADR 26).
 """
 
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
@@ -15,7 +16,7 @@ from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
 from tandem.telemetry.tracing import Span
 from tandem.values.ids import BlockHash, Incarnation, RequestId
-from tandem.values.outputs import FinishReason, PhaseTimes, SampledToken, bare_token
+from tandem.values.outputs import NO_PREDICTION_USE, FinishReason, PhaseTimes, PredictionUse, SampledToken, bare_token
 from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 
@@ -72,6 +73,8 @@ class RoutedRequest(Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     """Sampling parameters, with `max_tokens` clamped to the context and `seed` chosen."""
+    prediction: "array[int] | None" = None
+    """The answer that the client expects, as tokens. Only its speed depends on it."""
     grammar_param: str | None = None
     """The client's field that the grammar was made from."""
     hash_root: BlockHash
@@ -118,6 +121,8 @@ class ChoiceFinish(Struct, frozen=True, kw_only=True):
     """Tokens computed by all its attempts, as far as their workers reported."""
     needed_tokens: int = 0
     """Tokens that one undisturbed attempt computes: the prompt without its cached part, and the answer."""
+    prediction: PredictionUse = NO_PREDICTION_USE
+    """What became of the request's prediction, summed over all its attempts."""
     prefilled_by: WorkerRole | None = None
     """The pool whose worker computed the prompt, before the first token; None: unknown."""
 

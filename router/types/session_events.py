@@ -11,7 +11,7 @@ from tandem.errors import ServingError
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.cached_chain import CachedChain
 from tandem.values.ids import BlockHash, RequestId, TransferId
-from tandem.values.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.values.outputs import FinishReason, PhaseTimes, PredictionUse, SampledToken
 from tandem.values.prefix_holder import PrefixHolder
 from tandem.values.prefix_pin import PinKey, PinOrder
 from tandem.values.sampling import SamplingParams
@@ -52,6 +52,8 @@ class SubmitOrder(Struct, frozen=True, kw_only=True):
     """Tokens after the first that the worker may send in one message; 0: those of each step at once."""
     trace: TraceContext | None = None
     """Trace context of the parent of the worker's spans."""
+    prediction: "array[int] | None" = None
+    """The answer that the client expects, as tokens; workers may draft from it."""
 
 
 class AttemptStarted(Struct, frozen=True, kw_only=True):
@@ -77,6 +79,8 @@ class TokensArrived(Struct, frozen=True):
     tokens: tuple[SampledToken, ...]
     started: AttemptStarted | None = None
     finished: AttemptFinished | None = None
+    prediction: PredictionUse | None = None
+    """What has become of the request's prediction in this attempt so far; None: nothing new."""
 
 
 class AttemptRefused(Struct, frozen=True, kw_only=True):

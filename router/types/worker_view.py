@@ -163,6 +163,17 @@ class EngineStepTotals(Struct, frozen=True, kw_only=True):
     """Drafts that were right."""
 
 
+class DraftSourceTotals(Struct, frozen=True, kw_only=True):
+    """Totals of the drafts of one source since the worker's start."""
+
+    source: str
+    drafts: int
+    draft_tokens: tuple[int, ...]
+    """Verified tokens by their place in the draft; later places count for the last of `DRAFT_PLACES`."""
+    accepted_tokens: tuple[int, ...]
+    """Those that were right."""
+
+
 class EngineWorkReport(Struct, frozen=True, kw_only=True):
     """The work that a worker's engine has done, and the memory that it holds."""
 
@@ -179,6 +190,8 @@ class EngineWorkReport(Struct, frozen=True, kw_only=True):
     """Operations per token, counting only the layers' matrix products."""
     step_sizes: tuple[int, ...] = ()
     """Number of steps by size in tokens, in the buckets of STEP_SIZES; empty: not reported."""
+    drafts: tuple[DraftSourceTotals, ...] = ()
+    """By source, those that have drafted; empty also where the worker's version does not report them."""
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

@@ -22,6 +22,10 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int
     """Those of `completion_tokens` up to the end of the model's reasoning."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the request's `prediction` that were verified as drafts and became output."""
+    rejected_prediction_tokens: int = 0
+    """Tokens of the request's `prediction` that were verified as drafts and did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +188,8 @@ def piece_of(message: pb.GenerateResponse) -> Piece:
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             reasoning_tokens=usage.reasoning_tokens,
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
         )
         if message.HasField("usage")
         else None,

@@ -112,6 +112,8 @@ class Options:
     """Variables that the model's template reads."""
     continue_final_message: bool | None = None
     """Whether the answer continues the last turn, which is the assistant's."""
+    prediction: str | None = None
+    """The answer that is expected, such as the text to be edited: where it is right, the answer comes sooner."""
     cached_content: str | None = None
     """Name of the `CachedContent` that the conversation begins with."""
     best_of: int | None = None

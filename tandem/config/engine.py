@@ -30,9 +30,9 @@ class PinnedShares(Section):
 class SpeculationSection(Section):
     """Speculative decoding: a step verifies drafts of the next tokens. It changes no answer, only its speed."""
 
-    sources: tuple[Literal["grammar", "lookup", "suffix"], ...] = ()
-    """Where drafts come from, by priority: tokens that a grammar forces, the request's own text, earlier answers of the
-    same tenant. Empty: no speculation."""
+    sources: tuple[Literal["grammar", "prediction", "lookup", "suffix"], ...] = ()
+    """Where drafts come from, by priority: tokens that a grammar forces, the `prediction` that a request came with, the
+    request's own text, earlier answers of the same tenant. Empty: no speculation."""
     max_draft_tokens: int = Field(default=8, ge=1, le=64)
     """Maximum number of drafts of one sequence in one step."""
     adaptive: bool = True

@@ -89,10 +89,19 @@ def prompt_from_pb(submit: session_pb2.Submit) -> "array[int]":
             return array("i", submit.prompt_token_ids)
         except OverflowError:
             raise InvalidRequest("prompt_token_ids must be below 2^31", param="prompt_token_ids") from None
+    return _token_ids_from_bytes(submit.prompt, "prompt")
+
+
+def prediction_from_pb(submit: session_pb2.Submit) -> "array[int] | None":
+    """The expected answer of an order, if it has one. Raises InvalidRequest."""
+    return _token_ids_from_bytes(submit.prediction, "prediction") if submit.prediction else None
+
+
+def _token_ids_from_bytes(packed: bytes, param: str) -> "array[int]":
     token_ids = array("i")
-    if len(submit.prompt) % token_ids.itemsize:
-        raise InvalidRequest(f"prompt has {len(submit.prompt)} bytes, not four for each token", param="prompt")
-    token_ids.frombytes(submit.prompt)
+    if len(packed) % token_ids.itemsize:
+        raise InvalidRequest(f"{param} has {len(packed)} bytes, not four for each token", param=param)
+    token_ids.frombytes(packed)
     if sys.byteorder == "big":
         token_ids.byteswap()
     return token_ids

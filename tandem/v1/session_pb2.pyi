@@ -85,7 +85,7 @@ class PrefillRoute(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder", "trace", "tokens_per_message", "handle", "prompt")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder", "trace", "tokens_per_message", "handle", "prompt", "prediction")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Submit(_message.Message):
     TOKENS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -116,7 +117,8 @@ class Submit(_message.Message):
     tokens_per_message: int
     handle: int
     prompt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ..., handle: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
+    prediction: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ..., handle: _Optional[int] = ..., prompt: _Optional[bytes] = ..., prediction: _Optional[bytes] = ...) -> None: ...
 
 class ScorePrompt(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "hash_root", "priority", "timeout_s", "num_top", "num_next")
@@ -263,7 +265,7 @@ class CommittedHandoff(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., num_tokens: _Optional[int] = ..., exposed_s: _Optional[float] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "logprobs", "finish", "started")
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "logprobs", "finish", "started", "prediction")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +273,7 @@ class TokenDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     first_index: int
@@ -278,7 +281,16 @@ class TokenDelta(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]
     finish: Finish
     started: Started
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ...) -> None: ...
+    prediction: PredictionUse
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., prediction: _Optional[_Union[PredictionUse, _Mapping]] = ...) -> None: ...
+
+class PredictionUse(_message.Message):
+    __slots__ = ("accepted", "rejected")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    accepted: int
+    rejected: int
+    def __init__(self, accepted: _Optional[int] = ..., rejected: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("cached_tokens", "times")
@@ -409,7 +421,7 @@ class LoadSnapshot(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., redis_publishing: _Optional[_Union[RedisPublisherReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ...) -> None: ...
 
 class WorkReport(_message.Message):
-    __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token", "step_sizes")
+    __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token", "step_sizes", "drafts")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +430,7 @@ class WorkReport(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     FLOPS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STEP_SIZES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     prefill: StepTotals
     decode: StepTotals
     preemptions: int
@@ -426,7 +439,20 @@ class WorkReport(_message.Message):
     kv_bytes: int
     flops_per_token: int
     step_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prefill: _Optional[_Union[StepTotals, _Mapping]] = ..., decode: _Optional[_Union[StepTotals, _Mapping]] = ..., preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., flops_per_token: _Optional[int] = ..., step_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftTotals]
+    def __init__(self, prefill: _Optional[_Union[StepTotals, _Mapping]] = ..., decode: _Optional[_Union[StepTotals, _Mapping]] = ..., preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., flops_per_token: _Optional[int] = ..., step_sizes: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[DraftTotals, _Mapping]]] = ...) -> None: ...
+
+class DraftTotals(_message.Message):
+    __slots__ = ("source", "drafts", "draft_tokens", "accepted_tokens")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    drafts: int
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, source: _Optional[str] = ..., drafts: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., accepted_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTotals(_message.Message):
     __slots__ = ("steps", "seconds", "tokens", "requests", "draft_tokens", "accepted_tokens")

@@ -58,6 +58,21 @@ class CachedTokens(NamedTuple):
 NO_CACHED_TOKENS = CachedTokens()
 
 
+class PredictionUse(NamedTuple):
+    """Tokens of a request's prediction that were verified as drafts."""
+
+    accepted: int = 0
+    """Those that became output."""
+    rejected: int = 0
+    """Those that did not."""
+
+    def plus(self, other: "PredictionUse") -> "PredictionUse":
+        return PredictionUse(self.accepted + other.accepted, self.rejected + other.rejected)
+
+
+NO_PREDICTION_USE = PredictionUse()
+
+
 class PhaseTimes(NamedTuple):
     """Seconds that one request spent in each phase, measured by the process of that phase, and the KV that it held."""
 

@@ -21,7 +21,7 @@ from cluster.cli.main import app
 from router.fleet.probes import CanarySettings
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
-from router.types.worker_view import EngineStepTotals, EngineWorkReport
+from router.types.worker_view import DraftSourceTotals, EngineStepTotals, EngineWorkReport
 from tandem.cluster_state.redis_settings import SentinelSettings
 from tandem.config.cluster import ClusterConfig
 from tandem.config.pools import health_port
@@ -451,7 +451,14 @@ _SETTINGS = (
 
 _STEPS = EngineStepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
 _WORK = EngineWorkReport(
-    prefill=_STEPS, decode=_STEPS, preemptions=0, resident_bytes=1, weights_bytes=1, kv_bytes=1, flops_per_token=1
+    prefill=_STEPS,
+    decode=_STEPS,
+    preemptions=0,
+    resident_bytes=1,
+    weights_bytes=1,
+    kv_bytes=1,
+    flops_per_token=1,
+    drafts=(DraftSourceTotals(source="lookup", drafts=1, draft_tokens=(1,), accepted_tokens=(1,)),),
 )
 _SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")
 

@@ -67,10 +67,11 @@ class Submission:
         finish: FinishReason | None = None,
         cached: int | None = None,
         attempt: int | None = None,
+        prediction: tuple[int, int] | None = None,
     ) -> None:
         """Send tokens, by default from where the attempt began; one that comes with nothing else goes in columns."""
         begins_at = len(self.submit.generated_token_ids)
-        if len(tokens) == 1 and (first_index or 0) > begins_at and finish is cached is attempt is None:
+        if len(tokens) == 1 and (first_index or 0) > begins_at and finish is cached is attempt is prediction is None:
             step = pb.StepTokens(handles=[self.submit.handle], indexes=[first_index or 0], token_ids=tokens)
             self._send(pb.WorkerMessage(tokens=step))
             return
@@ -82,6 +83,8 @@ class Submission:
         )
         if cached is not None:
             delta.started.CopyFrom(pb.Started(cached_tokens=cached, times=common.PhaseTimes(prefill_s=0.25)))
+        if prediction is not None:
+            delta.prediction.CopyFrom(pb.PredictionUse(accepted=prediction[0], rejected=prediction[1]))
         if finish is not None:
             times = common.PhaseTimes(prefill_s=0.25, decode_s=0.5)
             failure = common.Failure(code="InternalError", message="boom") if finish is FinishReason.ERROR else None

@@ -7,7 +7,7 @@ from router.api.request.client_request import PreparedRequest
 from router.tenants.prices import PriceTable, Spent
 from router.text.reasoning import ReasoningTokens
 from router.types.requests import ChoiceFinish
-from tandem.values.outputs import CachedTokens, PhaseTimes
+from tandem.values.outputs import NO_PREDICTION_USE, CachedTokens, PhaseTimes, PredictionUse
 
 
 class CallUsage:
@@ -67,6 +67,14 @@ class CallUsage:
         found = 0
         for thoughts in self._thoughts.values():
             found += thoughts.count
+        return found
+
+    @property
+    def prediction(self) -> PredictionUse:
+        """What became of the request's prediction, in the choices that have ended."""
+        found = NO_PREDICTION_USE
+        for finish in self._finishes.values():
+            found = found.plus(finish.prediction)
         return found
 
     @property

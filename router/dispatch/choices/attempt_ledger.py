@@ -8,7 +8,7 @@ without a first token its time belongs to no phase.
 from collections.abc import Callable
 
 from router.types.session_events import AttemptStarted
-from tandem.values.outputs import NO_CACHED_TOKENS, PhaseTimes
+from tandem.values.outputs import NO_CACHED_TOKENS, NO_PREDICTION_USE, PhaseTimes, PredictionUse
 
 
 class AttemptLedger:
@@ -28,6 +28,8 @@ class AttemptLedger:
         """The start of the first attempt, with the prompt's cache hits; later attempts also hit what it computed."""
         self.computed_tokens = 0
         """Tokens computed by all attempts: prompts and given output that were not cached, and new output."""
+        self._prediction_before = NO_PREDICTION_USE
+        self._prediction_now = NO_PREDICTION_USE
 
     def begin(self, num_given: int, kv_bytes_per_token: int = 0) -> None:
         """Start an attempt on a worker, given the `num_given` tokens of the answer that the client has."""
@@ -35,6 +37,7 @@ class AttemptLedger:
         self._waited_s += now_s - self._since_s
         self._since_s, self._runs, self._heard = now_s, True, None
         self._num_given, self._kv_bytes_per_token = num_given, kv_bytes_per_token
+        self._prediction_before, self._prediction_now = self.prediction, NO_PREDICTION_USE
 
     def refused(self) -> None:
         """Discard a refused attempt: its time counts as waiting."""
@@ -45,6 +48,17 @@ class AttemptLedger:
         self._heard = (started, self._clock())
         self.first = self.first or started
         self.computed_tokens += max(0, self._prompt_length + self._num_given - started.cached_tokens)
+
+    def on_prediction(self, use: PredictionUse) -> None:
+        """Record what has become of the request's prediction in this attempt, up to the latest tokens."""
+        self._prediction_now = use
+
+    @property
+    def prediction(self) -> PredictionUse:
+        """What has become of the request's prediction. Of a lost attempt, what came with tokens that the client has:
+        those that a later attempt generates again are counted there.
+        """
+        return self._prediction_before.plus(self._prediction_now)
 
     def ended(self, num_tokens: int, times: PhaseTimes | None = None) -> None:
         """End the attempt with `num_tokens` of the answer. `times`: as its worker reported; None: estimate them."""

@@ -426,6 +426,7 @@ class ChoiceRun:
             holder=assignment.holder if route is None else None,
             tokens_per_message=0 if request.reads_along else UNREAD_TOKENS_PER_MESSAGE,
             trace=None if request.span is None else request.span.context,
+            prediction=request.prediction,
         )
 
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:

@@ -155,6 +155,8 @@ class ChoiceProgress:
             new = new[num_due - first :]
         if arrived.started is not None:
             self.ledger.on_started(arrived.started)
+        if arrived.prediction is not None:
+            self.ledger.on_prediction(arrived.prediction)
         if new:
             token_ids += [token.token_id for token in new]
             if self._num_failures or self.num_waits or self.excluded:
@@ -243,6 +245,7 @@ class ChoiceProgress:
             times=ledger.total(),
             computed_tokens=ledger.computed_tokens,
             needed_tokens=self.prompt_length - cached + len(self.token_ids),
+            prediction=ledger.prediction,
             prefilled_by=self.prefilled_by,
         )
 

@@ -11,7 +11,7 @@ from router.text.conversation import Message
 from router.text.tools import MAX_CALLS, AssistantToolCall
 from tandem.errors import InvalidRequest
 
-_MAX_PARTS = 256  # of one message's content
+MAX_PARTS = 256  # of one message's content
 
 
 class TextPart(StrictBody):
@@ -28,7 +28,7 @@ class ChatTurn(StrictBody):
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     """A call in the older form."""
-    content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
+    content: Annotated[str | list[TextPart] | None, at_most(MAX_PARTS)] = None
     name: str | None = None
     reasoning_content: str | None = None
     """Reasoning, as it was in the answer."""

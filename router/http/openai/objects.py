@@ -20,12 +20,19 @@ class ReasoningTokensObject(AnswerObject):
     reasoning_tokens: Count
 
 
+class CompletionDetailsObject(ReasoningTokensObject):
+    accepted_prediction_tokens: Count
+    """Tokens of `prediction` that were verified as drafts and became output."""
+    rejected_prediction_tokens: Count
+    """Tokens of `prediction` that were verified as drafts and did not."""
+
+
 class UsageObject(AnswerObject):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokensObject
-    completion_tokens_details: ReasoningTokensObject
+    completion_tokens_details: CompletionDetailsObject
 
 
 class CalledFunctionObject(ExactObject):

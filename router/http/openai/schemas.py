@@ -13,7 +13,7 @@ from router.api.request.client_request import ClientRequest
 from router.api.request.prompt_logprobs_options import parse_prompt_scoring
 from router.api.selected_choices import logprobs_needed, parse_selection
 from router.http.body.strict_body import StrictBody, at_most
-from router.http.openai.chat_messages import ChatTurn
+from router.http.openai.chat_messages import MAX_PARTS, ChatTurn
 from router.http.openai.prompt_logprobs import PromptLogprobOptions
 from router.http.openai.response_format import ResponseFormat, StructuredOutputs, guided, the_one
 from router.http.openai.tool_schemas import (
@@ -232,6 +232,25 @@ class GenerationBody(StrictBody):
 _Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
+class PredictionPart(StrictBody):
+    """One part of an expected answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(StrictBody):
+    """The answer that the client expects, such as the text that it wants edited."""
+
+    type: Literal["content"]
+    content: Annotated[str | list[PredictionPart], at_most(MAX_PARTS)]
+
+    @property
+    def whole(self) -> str:
+        """Its text; parts follow each other directly."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(GenerationBody):
     messages: _Turns
     max_completion_tokens: int | None = None
@@ -246,6 +265,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
     cached_content: str | None = None
     """Name of the cache with which the conversation begins."""
 
@@ -262,7 +282,7 @@ class ChatBody(GenerationBody):
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         stated = self.__pydantic_fields_set__
-        return self.fields(
+        fields = self.fields(
             tenant=tenant,
             num_logprobs=num_logprobs,
             max_tokens=limit if newer is None else newer,
@@ -271,6 +291,7 @@ class ChatBody(GenerationBody):
             tools=None if _TOOLS.isdisjoint(stated) else self._use(),
             template=None if _TEMPLATE.isdisjoint(stated) else self._template_options(),
         )
+        return fields if self.prediction is None else replace(fields, prediction=self.prediction.whole)
 
     def _use(self) -> ToolUse | None:
         if not self.functions:

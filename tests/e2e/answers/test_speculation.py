@@ -16,7 +16,7 @@ from tests.support.oracle import prompts
 from tests.support.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-ALL = ["grammar", "lookup", "suffix"]
+ALL = ["grammar", "prediction", "lookup", "suffix"]
 
 
 def drafts(*sources, most=8, adaptive=False):
@@ -140,13 +140,73 @@ async def test_streams_with_drafts_equal_transformers(cluster, oracle):
     assert await cluster.figure("vllm:spec_decode_num_accepted_tokens_total") == accepted
 
 
+def edited(text):
+    """The text with a few words changed, removed and added, and its second half before the first."""
+    words = text.split(" ")
+    for place in range(3, len(words), 9):
+        words[place] = ("another", "", "quite another")[place % 3]
+    middle = len(words) // 2
+    return " ".join(words[middle:] + words[:middle])
+
+
+async def told(cluster, story, prediction=None, **more):
+    """A chat's answer, and how many tokens of the prediction were accepted and rejected."""
+    turn = {"role": "user", "content": f"Tell me the story of {story}."}
+    body = {"messages": [turn], "max_tokens": 48, "ignore_eos": True, "seed": story, **more}
+    if prediction is not None:
+        body["prediction"] = {"type": "content", "content": prediction}
+    answer = (await cluster.http.post("/v1/chat/completions", json=body)).json()
+    details = answer["usage"]["completion_tokens_details"]
+    return answer["choices"][0]["message"]["content"], (
+        details["accepted_prediction_tokens"],
+        details["rejected_prediction_tokens"],
+    )
+
+
+async def test_predictions_right_or_wrong_change_no_answer(cluster):
+    """Of a prediction that is right nearly all is accepted, and the more of it is wrong, the more is rejected."""
+
+    ways = [{"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "frequency_penalty": 0.5}]
+    cases = [(i, way) for i, way in enumerate(ways * 2)]
+    plain = await asyncio.gather(*(told(cluster, i, **way) for i, way in cases))
+    used = {}
+    for name, change in {
+        "right": lambda text: text,
+        "edited": edited,
+        "unrelated": lambda _: "Zebras quarrel over quartz: 17, 42, 99. " * 40,
+    }.items():
+        predictions = [change(text) for text, _ in plain]
+        asked = zip(cases, predictions, strict=True)
+        answers = await asyncio.gather(*(told(cluster, i, given, **way) for (i, way), given in asked))
+        assert [text for text, _ in answers] == [text for text, _ in plain]
+        used[name] = [sum(counts) for counts in zip(*(counts for _, counts in answers), strict=True)]
+    assert [counts for _, counts in plain] == [(0, 0)] * len(cases)
+    speculation = cluster.local.config.engine.speculation
+    if "prediction" not in speculation.sources:
+        assert all(counts == [0, 0] for counts in used.values())
+    elif not speculation.adaptive:
+        accepted = {name: counts[0] for name, counts in used.items()}
+        assert accepted["right"] > 24 * len(cases)
+        assert accepted["right"] > accepted["edited"] > accepted["unrelated"]
+        labels = {"source": "prediction"}
+        await cluster.until_idle()
+        counted = await cluster.figure("vllm:spec_decode_num_accepted_tokens_total", **labels)
+        assert counted == sum(counts[0] for counts in used.values())
+        drafted = await cluster.figure("tandem_worker_draft_tokens_total", **labels)
+        assert drafted == sum(map(sum, used.values()))
+
+
 @pytest.mark.parametrize("cluster", ["shm"], indirect=True, scope="module")  # the one with two decode workers
 async def test_streams_with_drafts_survive_the_loss_of_their_worker(cluster, oracle):
     """What the worker had drafted, and whose answers it had kept, is lost with it, and nobody can tell."""
     made = [oracle.story(900 + i, 100) for i in range(4)]
     expected = oracle.batch(made, LONG)
+    plain = [(await told(cluster, i, max_tokens=LONG))[0] for i in range(4)]
     answers = asyncio.gather(*(cluster.stream(prompt, LONG) for prompt in made))
+    predicted = asyncio.gather(*(told(cluster, i, edited(text), max_tokens=LONG) for i, text in enumerate(plain)))
     killed = await cluster.kill_the_busiest(signal.SIGKILL)
     assert [one.token_ids for one in await answers] == expected
+    assert [text for text, _ in await predicted] == plain
+    assert all(0 < accepted < LONG for _, (accepted, _) in await predicted)
     await cluster.comes_back(*killed)
     await cluster.until_idle()

@@ -1,8 +1,10 @@
 """Proposers for tests: one that knows the answers, one that is always wrong, and what lies between."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from random import Random
 
+from engine.speculation.prediction import ClientPrediction
 from engine.speculation.proposer import Ask, Draft, Proposer
 from engine.speculation.speculation import Speculation
 from engine.types.config import SpeculationConfig
@@ -72,6 +74,38 @@ class HalfRight(Oracle):
             for i, token in enumerate(coming)
         ]
         return drafts[: self._rng.randrange(most + 1)]
+
+
+class EditedPrediction(ClientPrediction):
+    """Gives each request a prediction at its first draft: the output that it must get, with some tokens changed."""
+
+    def __init__(self, answers: Answers, vocab_size: int, rng: Random) -> None:
+        super().__init__()
+        self._answers = answers
+        self._vocab_size = vocab_size
+        self._rng = rng
+        self.num_kept = 0
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Draft]:
+        for request, _ in asks:
+            if request.prediction is None:
+                request.prediction = array("i", self._edited(self._answers(request)))
+        found = super().propose(asks)
+        assert all(len(draft.token_ids) <= most for draft, (_, most) in zip(found, asks, strict=True))
+        return found
+
+    def settled(self, request: Request, num_kept: int) -> None:
+        self.num_kept += num_kept
+
+    def _edited(self, answer: Sequence[int]) -> list[int]:
+        tokens: list[int] = []
+        for token in answer:
+            kind = self._rng.randrange(12)
+            if kind == 0:
+                tokens.append(self._rng.randrange(self._vocab_size))
+            if kind != 1:
+                tokens.append(self._rng.randrange(self._vocab_size) if kind == 2 else token)
+        return tokens
 
 
 def speculation(proposer: Proposer | None = None, *sources: str, most: int = 4, adaptive: bool = False) -> Speculation:

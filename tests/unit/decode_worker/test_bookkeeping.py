@@ -142,11 +142,15 @@ def test_order_has_prompt_as_worker_of_that_version_reads_it(version: int) -> No
         priority=0,
         timeout_s=None,
         prefill=None,
+        prediction=array("i", [7, ledger.VOCAB - 1]),
     )
     wire = submit_to_pb(order, 1, version).submit
     assert (list(wire.prompt_token_ids), len(wire.prompt)) == (([], 12) if version == 5 else (tokens, 0))
     request = request_from_pb(wire, RequestId("1:r"), parts(), 0.0)
     assert (list(request.token_ids), request.num_prompt_tokens) == ([*tokens, 5], 3)
+    assert request.prediction == array("i", [7, ledger.VOCAB - 1])
+    wire.ClearField("prediction")  # as routers of the version before send it
+    assert request_from_pb(wire, RequestId("1:r"), parts(), 0.0).prediction is None
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,9 @@ def test_order_has_prompt_as_worker_of_that_version_reads_it(version: int) -> No
         ({"prompt": array("i", [-1, 2]).tobytes()}, "prompt_token_ids"),
         ({"prompt": bytes(7)}, "prompt"),
         ({"generated_token_ids": [ledger.VOCAB]}, "generated_token_ids"),
+        ({"prediction": array("i", [ledger.VOCAB]).tobytes()}, "prediction"),
+        ({"prediction": array("i", [-1]).tobytes()}, "prediction"),
+        ({"prediction": bytes(6)}, "prediction"),
         ({"hash_root": b"short"}, "hash_root"),
         ({"request_id": ""}, "request_id"),
         ({"request_id": "x" * 257}, "request_id"),

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode_worker.reports import StepReports
+from decode_worker.reports import StepReports, send_all
 from decode_worker.task import DecodeTask
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
-from tandem.values.outputs import FinishReason, SampledToken
+from tandem.values.outputs import FinishReason, PredictionUse, SampledToken
 from tests.unit.decode_worker.test_bookkeeping import task
 from tests.unit.decode_worker.test_takeover import LONG, adopt, leave, worker
 from tests.unit.decode_worker.test_worker import Bench, bench, expected  # noqa: F401  # the fixture
@@ -116,3 +116,27 @@ def test_columns_have_no_tokens_with_logprobs() -> None:
     step = _together((one, SampledToken(5, logprob=-1.0), None))
     assert not step.handles
     assert step.deltas[0].logprobs[0].logprob == -1.0
+
+
+def test_prediction_counts_come_with_the_tokens_that_they_cover() -> None:
+    """A lone token whose step rejected drafts is a delta, too; nothing is sent twice."""
+    one = task(SessionPort(Incarnation(1)), "a")
+    one.handle, one.started = 1, True
+    one.prediction = PredictionUse(0, 3)
+    rejected = _together((one, SampledToken(5), None))
+    assert not rejected.handles
+    (delta,) = rejected.deltas
+    assert (list(delta.token_ids), delta.prediction.accepted, delta.prediction.rejected) == ([5], 0, 3)
+    one.port._queue.clear()
+    plain = _together((one, SampledToken(6), None))
+    assert (list(plain.handles), list(plain.deltas)) == ([1], [])
+    one.port._queue.clear()
+    one.prediction = PredictionUse(2, 3)
+    last = _together((one, SampledToken(7), None), (one, SampledToken(8), FinishReason.LENGTH))
+    (delta,) = last.deltas
+    assert delta.HasField("finish")
+    assert (delta.prediction.accepted, delta.prediction.rejected) == (2, 3)
+    one.port._queue.clear()
+    send_all(one)
+    (again,) = one.port._queue
+    assert again.tokens.deltas[0].prediction.accepted == 2

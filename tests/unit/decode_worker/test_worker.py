@@ -1,6 +1,7 @@
 """The decode worker over a real engine thread and scheduler, with a hub scripted by each test."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from tandem.values.outputs import PhaseTimes, SampledToken
 from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 from tandem.values.worker_identity import WorkerIdentity
-from tests.support.engine import ledger
+from tests.support.engine import drafts, ledger
 from tests.support.engine.ledger_host import parts, settled
 from worker.engine_host import EngineHost
 from worker.session_port import SessionPort
@@ -455,3 +456,40 @@ async def test_decode_worker_unreportable_step_ends_process() -> None:
         async with asyncio.timeout(WAIT_S):
             assert isinstance(await fault, ValueError)
         await host.stop()
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("has_source", [True, False])
+async def test_worker_drafts_from_prediction_and_counts_what_became_of_it(
+    bench: Bench, *, prefill: bool, has_source: bool
+) -> None:
+    count = 30
+    answer = expected(count)
+    bench.host.parts.scheduler._speculation = drafts.speculation(None, "prediction" if has_source else "lookup")
+    prediction = array("i", [*answer[:12], (answer[12] + 1) % ledger.VOCAB, *answer[13:]])
+    bench.submit(prefill=prefill, max_tokens=count, prediction=prediction.tobytes(), handle=9)
+    if prefill:
+        blocks = await bench.bound(await bench.started())
+        bench.owner.first_token(TRANSFER, first_token_of(answer[0]))
+        bench.write(blocks, 0, len(blocks))
+        await bench.commit(blocks, answer[0])
+    tokens: dict[int, int] = {}
+    counts: list[tuple[int, int]] = []
+    is_over = False
+    while not is_over:
+        step = await bench.next_message("tokens")
+        tokens |= dict(zip(step.indexes, step.token_ids, strict=True))
+        for delta in step.deltas:
+            tokens |= dict(enumerate(delta.token_ids, delta.first_index))
+            if delta.HasField("prediction"):
+                counts.append((delta.prediction.accepted, delta.prediction.rejected))
+                assert counts[-1][0] < len(tokens)
+            is_over |= delta.HasField("finish")
+    assert [tokens[i] for i in sorted(tokens)] == answer
+    if not has_source:
+        assert counts == []
+        return
+    assert counts == sorted(counts)
+    accepted, rejected = counts[-1]
+    assert accepted > 15
+    assert 1 <= rejected <= 8

@@ -4,10 +4,11 @@ from dataclasses import asdict
 
 import pytest
 
-from engine.types.step_output import Load, StepOutput, StepTimings
+from engine.types.step_output import Load, SettledDraft, StepOutput, StepTimings
 from router.fleet.session_wire import load_from_pb
 from router.metrics.router_metrics import RouterMetrics
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import RequestId
 from tandem.values.prefix_pin import PinTotals
 from tandem.values.step_sizes import STEP_SIZES
 from tests.support.router.worker_views import worker
@@ -91,5 +92,43 @@ def test_work_meter_step_with_drafts_is_a_decode_step() -> None:
     value, labels = metrics.registry.get_sample_value, {"worker": "w", "role": "decode", "kind": "decode"}
     assert value("tandem_worker_step_draft_tokens_total", labels) == 8
     assert value("tandem_worker_step_accepted_tokens_total", labels) == 5
-    assert value("vllm:spec_decode_num_draft_tokens_total", {"model_name": "m", "engine": "w"}) == 15
-    assert value("vllm:spec_decode_num_accepted_tokens_total", {"model_name": "m", "engine": "w"}) == 7
+    # Of a worker whose version does not tell the sources.
+    unknown = {"model_name": "m", "engine": "w", "source": "unknown"}
+    assert value("vllm:spec_decode_num_draft_tokens_total", unknown) == 15
+    assert value("vllm:spec_decode_num_accepted_tokens_total", unknown) == 7
+    assert value("vllm:spec_decode_num_drafts_total", unknown) is None
+    assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", unknown | {"position": "0"}) is None
+
+
+def test_work_meter_counts_drafts_by_source_and_place() -> None:
+    meter = WorkMeter()
+    for drafts in ((("prediction", 4, 2), ("lookup", 1, 0)), (("prediction", 20, 18),), (("prediction", 1, 1),)):
+        settled = tuple(SettledDraft(RequestId("r"), *draft) for draft in drafts)
+        meter.observe(output(25, 4, 0.5)._replace(drafts=settled))
+    reported = pb.WorkReport(
+        drafts=[pb.DraftTotals(source=source, **asdict(totals)) for source, totals in meter.drafts.items()]
+    )
+    reported.drafts.add(source="magic", drafts=5)
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("w", load=load_from_pb(pb.LoadSnapshot(work=reported)))])
+
+    def value(name: str, source: str, **more: str) -> float | None:
+        whose = {"worker": "w", "role": "decode"} if name.startswith("tandem") else {"model_name": "m", "engine": "w"}
+        return metrics.registry.get_sample_value(name, whose | {"source": source} | more)
+
+    assert value("vllm:spec_decode_num_drafts_total", "prediction") == 3
+    assert value("vllm:spec_decode_num_draft_tokens_total", "prediction") == 25
+    assert value("vllm:spec_decode_num_accepted_tokens_total", "prediction") == 21
+    assert value("vllm:spec_decode_draft_acceptance_rate", "prediction") == pytest.approx(21 / 25)
+    assert value("vllm:spec_decode_draft_acceptance_rate", "lookup") == 0
+    assert value("vllm:spec_decode_num_drafts_total", "magic") is None
+    at = {
+        place: (
+            value("tandem_worker_draft_tokens_total", "prediction", position=place),
+            value("tandem_worker_draft_accepted_tokens_total", "prediction", position=place),
+        )
+        for place in ("0", "1", "2", "14", "15+")
+    }
+    assert at == {"0": (3, 3), "1": (2, 2), "2": (2, 1), "14": (1, 1), "15+": (5, 3)}
+    assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", "prediction", position="15+") == 3
+    assert value("tandem_worker_draft_tokens_total", "lookup", position="1") is None

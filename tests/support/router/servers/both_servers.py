@@ -214,7 +214,16 @@ def _known(kinds: dict[type, str], kind: type) -> str:
     return kinds[kind]
 
 
+def _put_prediction(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    """Parts are HTTP's only."""
+    if value["type"] != "content":
+        raise Inexpressible(str(value)[:100])
+    content = value["content"]
+    request.prediction = content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 _WRITERS = {
+    "prediction": _put_prediction,
     "stream": _put_stream,
     "early_stopping": _put_early,
     "chat_template_kwargs": _put_variables,

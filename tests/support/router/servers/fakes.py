@@ -23,7 +23,15 @@ from tandem.config.cluster import RouterConfig
 from tandem.errors import ServingError
 from tandem.telemetry.tracing import Tracer
 from tandem.values.ids import RequestId
-from tandem.values.outputs import CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.values.outputs import (
+    NO_PREDICTION_USE,
+    CachedTokens,
+    FinishReason,
+    PhaseTimes,
+    PredictionUse,
+    SampledToken,
+    TokenLogprob,
+)
 
 MODEL = "tiny"
 SECRET = b"0123456789abcdef"
@@ -92,6 +100,7 @@ class Script:
     tokens: Sequence[int] = ()
     reason: FinishReason = FinishReason.STOP
     cached_tokens: int = 7
+    prediction: PredictionUse = NO_PREDICTION_USE
     error: ServingError | None = None
     error_after: int = 0
     per_delta: int = 1
@@ -137,6 +146,7 @@ class FakeGenerator:
                 times=TIMES,
                 computed_tokens=30,
                 needed_tokens=20,
+                prediction=script.prediction,
             )
             for choice in range(request.num_choices):
                 yield ChoiceDelta(choice_index=choice, finish=finish)

@@ -56,6 +56,21 @@ class PipelinedSpeculatingMachine(PipelinedMachine):
         assert verifying.isdisjoint(item.request for item in batch.items)
 
 
+class PredictedMachine(SchedulerMachine):
+    """The same with drafts from predictions that are right for the most part."""
+
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        sched = super().make_scheduler(config)
+        rng = Random(config.num_blocks * 100 + config.max_batched_tokens)
+        proposer = drafts.EditedPrediction(self.expected, ledger.VOCAB, rng)
+        sched._speculation = drafts.speculation(proposer, most=1 + config.prefill_chunk_tokens % 9)
+        return sched
+
+    def check_writes(self, batch: Batch) -> None:
+        super().check_writes(batch)
+        check_drafts(self.sched, batch, [])
+
+
 def check_drafts(sched: Scheduler, batch: Batch, pending: Sequence[Batch]) -> None:
     """Drafts keep within the budget, the request's length and blocks that nobody else has, but to copy them before."""
     config: SchedulerConfig = sched._config
@@ -75,8 +90,10 @@ def check_drafts(sched: Scheduler, batch: Batch, pending: Sequence[Batch]) -> No
 
 SpeculatingMachine.TestCase.settings = LIMITS
 PipelinedSpeculatingMachine.TestCase.settings = LIMITS
+PredictedMachine.TestCase.settings = LIMITS
 TestSpeculating = SpeculatingMachine.TestCase
 TestPipelinedSpeculating = PipelinedSpeculatingMachine.TestCase
+TestPredicted = PredictedMachine.TestCase
 
 
 def test_scheduler_oracle_takes_fewer_steps_and_counts_what_it_kept() -> None:
@@ -126,4 +143,30 @@ def test_scheduler_full_pool_cuts_drafts_and_preempts_nobody() -> None:
         sched.commit(batch, runner.execute(batch))
     assert max(lengths) == 8
     assert not any(request.num_preemptions for request in requests)
+    ledger.assert_empty(sched)
+
+
+def test_scheduler_predictions_are_kept_where_right_and_settled_drafts_add_up() -> None:
+    prompts = [[k % 7 for k in range(20 + i)] for i in range(3)]
+    proposer = drafts.EditedPrediction(
+        lambda request: ledger.continuation(request.token_ids[: request.num_prompt_tokens], request.params),
+        ledger.VOCAB,
+        Random(3),
+    )
+    sched = Scheduler(ledger.config(), BlockHasher(ledger.SECRET), speculation=drafts.speculation(proposer, most=5))
+    runner, params = ledger.LedgerRunner(), ledger.request([1]).params._replace(max_tokens=60, ignore_eos=True)
+    requests = [ledger.request(prompt, params=params) for prompt in prompts]
+    for request in requests:
+        sched.add(request)
+    drafted = kept = 0
+    while (batch := sched.schedule(0.0)) is not None:
+        output = sched.commit(batch, runner.execute(batch))
+        assert sum(draft.num_tokens for draft in output.drafts) == batch.num_draft_tokens
+        assert sum(draft.num_kept for draft in output.drafts) == output.num_accepted_tokens
+        assert {draft.source for draft in output.drafts} <= {"prediction"}
+        drafted, kept = drafted + batch.num_draft_tokens, kept + output.num_accepted_tokens
+    for request in requests:
+        expected = ledger.continuation(request.token_ids[: request.num_prompt_tokens], request.params)
+        assert list(request.token_ids[request.num_prompt_tokens :]) == expected
+    assert drafted > kept == proposer.num_kept > 60
     ledger.assert_empty(sched)

@@ -140,7 +140,7 @@ def test_speculation_cuts_drafts_to_what_is_asked() -> None:
     ("changes", "message"),
     [
         ({"max_draft_tokens": 0}, r"max_draft_tokens must be in \[1, 64\], not 0"),
-        ({"sources": ("lookup", "magic")}, r"sources must be some of grammar, lookup, suffix, not 'magic'"),
+        ({"sources": ("lookup", "magic")}, r"sources must be some of grammar, prediction, lookup, suffix, not 'magic'"),
     ],
 )
 def test_speculation_config_bad_values_are_refused(changes: dict[str, object], message: str) -> None:

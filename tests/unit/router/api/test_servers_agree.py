@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from router.api.prompts import MAX_PREDICTION_TOKENS
 from router.text.tools import MAX_CALLS, MAX_TOOLS
 from tandem.values.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from tests.support.router.servers import fakes
@@ -74,6 +75,14 @@ VARIABLES: tuple[dict[str, Any], ...] = (
     *({VARIABLE: "x" * 256}, {VARIABLE: "x" * 257}, {VARIABLE: "<|end|>"}, {VARIABLE: ["x"]}, {"other": "x"}),
     *({"messages": "x"}, {"": "x"}, {"tools": True}, {VARIABLE: False, "other": 1}),
     {f"v{i}": i for i in range(17)},
+)
+PREDICTIONS: tuple[dict[str, Any], ...] = tuple(
+    {"type": "content", "content": content}
+    for content in (
+        *("the quick brown fox", "", "\x00", "漢" * MAX_PREDICTION_TOKENS),
+        [{"type": "text", "text": "the quick"}, {"type": "text", "text": " brown fox"}],
+        [],
+    )
 )
 SEEDS = (0, -1, 1, 2**63 - 1, -(2**63), 2**63)
 
@@ -181,6 +190,7 @@ COMMON: dict[str, Any] = {
     "parallel_tool_calls": one_of(*FLAGS),
     "chat_template_kwargs": one_of(*VARIABLES),
     "continue_final_message": one_of(*FLAGS),
+    "prediction": one_of(*PREDICTIONS),
     "cached_content": one_of(CACHE, "cachedContents/other", ""),
     "add_generation_prompt": one_of(*FLAGS),
     "add_special_tokens": one_of(*FLAGS),
@@ -194,13 +204,14 @@ TOGETHER = (
     ("use_beam_search", "vote_pattern"),
     ("use_beam_search", "length_penalty", "early_stopping"),
     ("prompt_logprobs", "max_tokens"),
+    *(("prediction", name) for name in ("n", "best_of", "tools", "logprobs", "stream")),
     ("messages", "continue_final_message"),
     *(("stream", name) for name in ("best_of", "vote", "use_beam_search", "prompt_logprobs")),
 )
 """What says more together: drawn so now and then."""
 EXTRAS = (
     *("tools", "tool_choice", "chat_template_kwargs", "continue_final_message", "cached_content", "prompt_logprobs"),
-    *("best_of", "vote", "use_beam_search", "length_penalty"),
+    *("best_of", "vote", "use_beam_search", "length_penalty", "prediction"),
 )
 """Each is both taken and refused in every run."""
 _LOGPROBS = one_of(0, 1, MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS + 1, 2**31, 2**32)

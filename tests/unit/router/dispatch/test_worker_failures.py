@@ -1,15 +1,17 @@
 """Failures of workers: the client gets the undisturbed text, or a clear error."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.choices.context import DispatchSettings
 from router.types.requests import ChoiceDelta, ChoiceFinish
 from tandem.errors import ContextLengthExceeded, InternalError, RequestTooLarge, Unavailable
 from tandem.v1 import session_pb2 as pb
-from tandem.values.outputs import FinishReason
+from tandem.values.outputs import FinishReason, PredictionUse
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker, Script, Submission, answer, expected_tokens, hold
 from tests.support.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
@@ -319,4 +321,29 @@ async def test_request_waiting_next_to_live_workers_gets_workers_error() -> None
         router.registry.expected.named({"10.9.9.9:1"})
         with pytest.raises(Unavailable, match="this worker is draining"):
             await collect(router.generate(routed()))
+        router.assert_idle()
+
+
+async def test_prediction_goes_to_every_attempt_and_its_use_adds_up() -> None:
+    """Of the attempt whose worker is lost, what it reported with tokens that the client has."""
+
+    async def fail_after_three(submission: Submission) -> None:
+        tokens = submission.tokens
+        if submission.submit.attempt > 1:
+            submission.give(tokens[:1], prediction=(0, 2), cached=3)
+            first = len(submission.submit.generated_token_ids) + 1
+            submission.give(tokens[1:], first_index=first, prediction=(4, 2), finish=FinishReason.LENGTH)
+            return
+        submission.give(tokens[:3], prediction=(2, 5), cached=3)
+        submission.give([], finish=FinishReason.ERROR)
+
+    workers = [FakeWorker(f"d{i}", script=fail_after_three) for i in range(2)]
+    expected = array("i", [5, 6, 7])
+    async with cluster(*workers) as router:
+        deltas = [delta async for delta in router.generate(replace(routed(), prediction=expected))]
+        assert [t.token_id for delta in deltas for t in delta.tokens] == expected_tokens(PROMPT, count=8, seed=3)
+        (finish,) = [delta.finish for delta in deltas if delta.finish is not None]
+        assert finish.prediction == PredictionUse(2 + 4, 5 + 2)
+        sent = [one.submissions.get_nowait().submit.prediction for one in workers]
+        assert sent == [expected.tobytes()] * 2
         router.assert_idle()

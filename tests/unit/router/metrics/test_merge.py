@@ -49,7 +49,8 @@ def test_merge_adds_counts_but_not_worker_reports() -> None:
 def test_merge_worker_totals_use_maximum() -> None:
     lines = b'# TYPE tandem_worker_fetched_tokens_total counter\ntandem_worker_fetched_tokens_total{worker="d"} %d\n'
     assert value(merge([lines % 40, lines % 42]), "tandem_worker_fetched_tokens_total", worker="d") == 42
-    for name in ("vllm:num_preemptions_total", "vllm:spec_decode_num_draft_tokens_total"):
+    of_drafts = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    for name in ("vllm:num_preemptions_total", *(f"vllm:spec_decode_num_{what}_total" for what in of_drafts)):
         lines = f'# TYPE {name} counter\n{name}{{engine="d"}} 3\n'.encode()
         assert value(merge([lines, lines]), name, engine="d") == 3
 

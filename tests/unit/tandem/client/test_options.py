@@ -1,6 +1,7 @@
 """tandem.client: tool calls, prompt logprobs, variables, votes, cache marks; and streams that do not resume."""
 
 import json
+from array import array
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.client.requests import generate_request
 from tandem.client.sync import Client
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2 as pb
+from tandem.values.outputs import PredictionUse
 from tests.support.router.servers import fakes
 from tests.support.router.servers.tool_calls import CALLS
 from tests.unit.tandem.client.test_client import HELLO, server_in_thread, server_of
@@ -163,3 +165,14 @@ async def test_options_reasoning_is_separate_from_answer() -> None:
         assert "[so]four" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
         with pytest.raises(InvalidRequest, match="reasoning_content is allowed only in an assistant message"):
             await client.chat([Turn(role="user", content="a", reasoning_content="b")])
+
+
+async def test_options_prediction_is_sent_and_its_use_returned(parts: fakes.Servers) -> None:
+    parts.say("four", prediction=PredictionUse(3, 1))
+    async with server_of(parts) as address, AsyncClient(address) as client:
+        answer = await client.chat(HELLO, Options(prediction="the quick"))
+        (request,) = parts.generator.requests
+        assert request.prediction == array("i", parts.tokenizer.encode("the quick", add_special_tokens=False))
+        assert (answer.usage.accepted_prediction_tokens, answer.usage.rejected_prediction_tokens) == (3, 1)
+        with pytest.raises(InvalidRequest, match="prediction needs n to be 1, got 2"):
+            await client.chat(HELLO, Options(prediction="the quick", n=2))

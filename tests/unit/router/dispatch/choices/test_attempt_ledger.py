@@ -4,7 +4,7 @@ import pytest
 
 from router.dispatch.choices.attempt_ledger import AttemptLedger
 from router.types.session_events import AttemptStarted
-from tandem.values.outputs import CachedTokens, PhaseTimes
+from tandem.values.outputs import CachedTokens, PhaseTimes, PredictionUse
 
 PROMPT = 100
 
@@ -65,3 +65,19 @@ def test_attempt_ledger_silent_attempt_has_no_phases() -> None:
     ledger.ended(0)
     assert ledger.total() == PhaseTimes()
     assert ledger.first is None
+
+
+def test_attempt_ledger_prediction_adds_up_over_attempts() -> None:
+    ledger = AttemptLedger(prompt_length=PROMPT, clock=Clock())
+    ledger.begin(0)
+    ledger.on_prediction(PredictionUse(2, 1))
+    ledger.on_prediction(PredictionUse(5, 1))
+    assert ledger.prediction == PredictionUse(5, 1)
+    ledger.ended(8)
+    ledger.begin(8)
+    assert ledger.prediction == PredictionUse(5, 1)
+    ledger.refused()
+    ledger.begin(8)
+    ledger.on_prediction(PredictionUse(3, 4))
+    ledger.ended(20)
+    assert ledger.prediction == PredictionUse(8, 5)

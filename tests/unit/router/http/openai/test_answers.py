@@ -43,7 +43,11 @@ async def test_chat_unstreamed_answer_is_whole(parts: fakes.Servers, client: htt
         "completion_tokens": len(ids),
         "total_tokens": prompt + len(ids),
         "prompt_tokens_details": {"cached_tokens": 7},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert body["timing"] == {
         "queue_s": 0.25,

@@ -45,6 +45,14 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+def details(reasoning_tokens: int) -> dict[str, int]:
+    return {
+        "reasoning_tokens": reasoning_tokens,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
+
+
 def say_with_reasoning(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWER, **script: Any) -> int:
     """Script reasoning and an answer; returns the number of reasoning tokens."""
     text = f"{'' if is_open else '<think>'}\n{THOUGHT}\n</think>\n\n{answer}"
@@ -65,7 +73,7 @@ async def test_chat_separates_reasoning(template: str) -> None:
         described.check("POST", CHAT, whole)
         message = whole.json()["choices"][1]["message"]
         assert (message["reasoning_content"], message["content"]) == (THOUGHT, ANSWER)
-        assert whole.json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * count}
+        assert whole.json()["usage"]["completion_tokens_details"] == details(2 * count)
         for per_delta in (1, 3, 1000):
             parts.generator.script.per_delta = per_delta
             options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -75,7 +83,7 @@ async def test_chat_separates_reasoning(template: str) -> None:
             deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
             assert "".join(delta.get("reasoning_content", "") for delta in deltas) == THOUGHT
             assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
-            assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+            assert chunks[-1]["usage"]["completion_tokens_details"] == details(count)
 
 
 async def test_tool_calls_follow_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
@@ -118,7 +126,7 @@ async def test_structured_output_follows_reasoning(
     assert message["reasoning_content"] == THOUGHT
     assert message["content"] == (None if answer == CALL else answer)
     assert len(message.get("tool_calls", ())) == (answer == CALL)
-    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    assert body["usage"]["completion_tokens_details"] == details(count)
     parts.say(answer)
     message = (await client.post(CHAT, json=HELLO | options | NO_THOUGHT)).json()["choices"][0]["message"]
     assert "thinking" not in lead_of(parts)
@@ -158,7 +166,7 @@ async def test_answer_cut_during_reasoning_has_no_content(client: httpx.AsyncCli
     body = (await client.post(CHAT, json=HELLO)).json()
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Let me", "")
-    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(ids)}
+    assert body["usage"]["completion_tokens_details"] == details(len(ids))
 
 
 def deltas_of(events: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -257,7 +265,7 @@ async def test_answer_without_reasoning_family_is_all_content() -> None:
         async with client_of(parts) as client:
             body = (await client.post(CHAT, json=HELLO)).json()
         assert body["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
-        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+        assert body["usage"]["completion_tokens_details"] == details(0)
 
 
 async def test_completions_do_not_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
