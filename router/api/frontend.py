@@ -16,7 +16,7 @@ from router.admission.queue_limits import PreparationLimit
 from router.api.answer.stream_ids import StreamIds
 from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
-from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest, check_prediction
+from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
 from router.api.request.named_caches import CachedPrompts
 from router.api.request.prompt_logprobs_options import check_prompt_scoring_size
 from router.api.request.request_ids import name_request
@@ -199,8 +199,6 @@ class Frontend:
         sampling.validate(vocab_size=self.model.vocab_size, max_tokens=most, seed=fields.seed or 0)
         if fields.stop:
             StopStrings(fields.stop)
-        if fields.prediction is not None:
-            check_prediction(fields)
 
     def _closed(self, fields: ClientRequest, structure: StructuredOutput) -> ClientRequest:
         """Close JSON schemas that leave `additionalProperties` open, as the operator configured."""

@@ -13,7 +13,6 @@ from router.types.prompt_logprobs import PromptScoringRequest
 from router.types.request_digest import request_digest
 from router.types.requests import BeamSearchParams, RoutedRequest
 from router.types.stream_position import ChoicePosition, StreamPosition
-from tandem.errors import InvalidRequest
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.sampling import SamplingParams
 
@@ -94,17 +93,6 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     def least_tokens(self) -> int:
         """Tokens that the context must leave for an answer."""
         return 0 if self.scoring is not None and self.scoring.only else 1
-
-
-def check_prediction(fields: ClientRequest) -> None:
-    """Refuse what OpenAI's API does not combine with a prediction. Raises InvalidRequest."""
-    name = "prediction"
-    if fields.num_choices != 1:
-        raise InvalidRequest(f"{name} needs {fields.choices_param} to be 1, got {fields.num_choices}", param=name)
-    if fields.tools is not None:
-        raise InvalidRequest(f"{name} cannot be combined with tools", param=name)
-    if fields.sampling.num_logprobs is not None:
-        raise InvalidRequest(f"{name} cannot be combined with logprobs", param=name)
 
 
 class PreparedRequest(Struct, frozen=True, kw_only=True):

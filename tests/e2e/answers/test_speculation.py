@@ -150,14 +150,14 @@ def edited(text):
 
 
 async def told(cluster, story, prediction=None, **more):
-    """A chat's answer, and how many tokens of the prediction were accepted and rejected."""
+    """A chat's answers, and how many tokens of the prediction were accepted and rejected."""
     turn = {"role": "user", "content": f"Tell me the story of {story}."}
     body = {"messages": [turn], "max_tokens": 48, "ignore_eos": True, "seed": story, **more}
     if prediction is not None:
         body["prediction"] = {"type": "content", "content": prediction}
     answer = (await cluster.http.post("/v1/chat/completions", json=body)).json()
     details = answer["usage"]["completion_tokens_details"]
-    return answer["choices"][0]["message"]["content"], (
+    return [choice["message"]["content"] for choice in answer["choices"]], (
         details["accepted_prediction_tokens"],
         details["rejected_prediction_tokens"],
     )
@@ -166,8 +166,8 @@ async def told(cluster, story, prediction=None, **more):
 async def test_predictions_right_or_wrong_change_no_answer(cluster):
     """Of a prediction that is right nearly all is accepted, and the more of it is wrong, the more is rejected."""
 
-    ways = [{"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "frequency_penalty": 0.5}]
-    cases = [(i, way) for i, way in enumerate(ways * 2)]
+    ways = [{}, {"frequency_penalty": 0.5}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}]
+    cases = [(i, way | {"temperature": heat}) for i, way in enumerate(ways) for heat in (0, 0.9)]
     plain = await asyncio.gather(*(told(cluster, i, **way) for i, way in cases))
     used = {}
     for name, change in {
@@ -175,10 +175,10 @@ async def test_predictions_right_or_wrong_change_no_answer(cluster):
         "edited": edited,
         "unrelated": lambda _: "Zebras quarrel over quartz: 17, 42, 99. " * 40,
     }.items():
-        predictions = [change(text) for text, _ in plain]
+        predictions = [change(texts[0]) for texts, _ in plain]
         asked = zip(cases, predictions, strict=True)
         answers = await asyncio.gather(*(told(cluster, i, given, **way) for (i, way), given in asked))
-        assert [text for text, _ in answers] == [text for text, _ in plain]
+        assert [texts for texts, _ in answers] == [texts for texts, _ in plain]
         used[name] = [sum(counts) for counts in zip(*(counts for _, counts in answers), strict=True)]
     assert [counts for _, counts in plain] == [(0, 0)] * len(cases)
     speculation = cluster.local.config.engine.speculation
@@ -203,10 +203,10 @@ async def test_streams_with_drafts_survive_the_loss_of_their_worker(cluster, ora
     expected = oracle.batch(made, LONG)
     plain = [(await told(cluster, i, max_tokens=LONG))[0] for i in range(4)]
     answers = asyncio.gather(*(cluster.stream(prompt, LONG) for prompt in made))
-    predicted = asyncio.gather(*(told(cluster, i, edited(text), max_tokens=LONG) for i, text in enumerate(plain)))
+    predicted = asyncio.gather(*(told(cluster, i, edited(texts[0]), max_tokens=LONG) for i, texts in enumerate(plain)))
     killed = await cluster.kill_the_busiest(signal.SIGKILL)
     assert [one.token_ids for one in await answers] == expected
-    assert [text for text, _ in await predicted] == plain
+    assert [texts for texts, _ in await predicted] == plain
     assert all(0 < accepted < LONG for _, (accepted, _) in await predicted)
     await cluster.comes_back(*killed)
     await cluster.until_idle()

@@ -8,6 +8,7 @@ from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
 from tandem.config.cluster import TransferConfig
 from tandem.errors import ConfigError
+from tests.integration.handoff.test_failures import wait_for
 from tests.support.certificates import Authority
 from tests.support.kv_transfer.handoff_fakes import Pool, begin, decode_worker, make_job, prefill_worker
 from worker.kv_exchange.config import tcp_settings
@@ -49,6 +50,8 @@ async def test_link_that_is_made_again_advertises_the_renewed_certificate(tmp_pa
         async with sending(sends) as worker:
             transfer = begin(hub, owner, make_job("before", 40), worker.route(1))
             assert (await owner.until(transfer, lambda r: r.committed or r.errors)).committed
+        # Until the receiver has noticed, it would fail the next hand-off: its link is to the worker that has left.
+        await wait_for(lambda: all(link.peer is None for link in hub._links.values()))
         for name in ("prefill", "decode"):
             configured(tmp_path / name, other)
         port = int(worker.address.rpartition(":")[2])

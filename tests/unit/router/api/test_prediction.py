@@ -46,9 +46,9 @@ def chat(prediction: str, **more: Any) -> pb.GenerateRequest:
 async def test_prediction_reaches_dispatch_as_tokens_of_plain_text(
     parts: fakes.Servers, client: httpx.AsyncClient, content: Any
 ) -> None:
-    answer = await client.post(CHAT, json=predicted(content))
+    answer = await client.post(CHAT, json=predicted(content, n=2))
     assert answer.status_code == 200
-    await answers_of(service_of(parts), chat(TEXT))
+    await answers_of(service_of(parts), chat(TEXT, n=2))
     over_http, over_grpc = [request.prediction for request in parts.generator.requests]
     assert over_http == over_grpc == array("i", parts.tokenizer.encode(TEXT, add_special_tokens=False))
     assert fakes.END not in (over_http or ())
@@ -75,16 +75,9 @@ async def test_prediction_absent_or_empty_is_none(parts: fakes.Servers, client: 
     assert [request.prediction for request in parts.generator.requests] == [None] * 5
 
 
-TOOLS = [{"type": "function", "function": {"name": "clock"}}]
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (predicted(n=2), "prediction needs n to be 1, got 2"),
-        (predicted(n=1, best_of=2), "prediction needs best_of to be 1, got 2"),
-        (predicted(tools=TOOLS), "prediction cannot be combined with tools"),
-        (predicted(logprobs=True), "prediction cannot be combined with logprobs"),
         (predicted("a\0b"), "prediction: NUL characters are not allowed"),
         (predicted([{"type": "text"}]), "prediction.content.0.text: Field required"),
         (predicted([{"type": "image_url", "text": ""}]), "prediction.content.0.type: Input should be 'text'"),
