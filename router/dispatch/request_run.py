@@ -283,12 +283,13 @@ class RequestRun:
             self._rejoin = self._post_later(self._wait_for_worker_s(), RejoinOver())
 
     def _reader(self, choice_index: int, attempt: int, *, is_twin: bool = False) -> AttemptReader:
+        # By position: for keywords, a `partial` makes a tuple and a dictionary at every call.
         return AttemptReader(
-            on_event=partial(self._on_event, choice_index, attempt, is_twin=is_twin),
-            on_token=partial(self._on_token, choice_index, attempt, is_twin=is_twin),
+            on_event=partial(self._on_event, choice_index, attempt, is_twin),
+            on_token=partial(self._on_token, choice_index, attempt, is_twin),
         )
 
-    def _on_event(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool) -> None:
+    def _on_event(self, choice_index: int, attempt: int, is_twin: bool, event: AttemptEvent) -> None:
         if (sink := self._open_sink()) is not None and type(event) is TokensArrived:
             self._hand_over(sink, self._choices[choice_index], attempt, event)
             return
@@ -296,12 +297,12 @@ class RequestRun:
         if self._mailbox.overflowed:
             self._abandon_all()
 
-    def _on_token(self, choice_index: int, attempt: int, index: int, token_id: int, *, is_twin: bool) -> None:
+    def _on_token(self, choice_index: int, attempt: int, is_twin: bool, index: int, token_id: int) -> None:
         """Handle one token as `_on_event` does, but without making objects unless something is in the way."""
         sink = self._open_sink()
         if sink is None or not self._choices[choice_index].accept_token(attempt, index, token_id):
             arrived = TokensArrived(index, (bare_token(token_id),))
-            self._on_event(choice_index, attempt, arrived, is_twin=is_twin)
+            self._on_event(choice_index, attempt, is_twin, arrived)
             return
         try:
             self._account.on_token()
