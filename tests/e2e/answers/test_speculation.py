@@ -12,6 +12,8 @@ import signal
 import pytest
 import pytest_asyncio
 
+from tests.support.e2e.emitted import is_of_drafts, unknown
+from tests.support.monitoring_files import expressions
 from tests.support.oracle import prompts
 from tests.support.running_cluster import running
 
@@ -138,6 +140,9 @@ async def test_streams_with_drafts_equal_transformers(cluster, oracle):
     drafted, accepted = [await cluster.figure(name) for name in names]
     assert drafted >= accepted > 48
     assert await cluster.figure("vllm:spec_decode_num_accepted_tokens_total") == accepted
+    of_drafts = [one for one in expressions() if is_of_drafts(one)]
+    assert of_drafts
+    assert unknown(of_drafts, (await cluster.http.get("/metrics")).text) == []
 
 
 def edited(text):

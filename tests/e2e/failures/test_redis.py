@@ -8,7 +8,7 @@ from cluster.control.wire import RestartRequest, ScaleRequest
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
-from tests.support.e2e.emitted import is_of_files, is_of_planner, unknown, uses_certificate_metrics
+from tests.support.e2e.emitted import is_of_drafts, is_of_files, is_of_planner, unknown, uses_certificate_metrics
 from tests.support.monitoring_files import UsedExpression, expressions
 from tests.support.redis_server import RedisServer
 from tests.support.running_cluster import running
@@ -121,8 +121,8 @@ async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
 
     await cluster.until(read_by_both)
     # The others' are compared where there is what they are of: test_autoscale.py, test_access_control.py,
-    # test_cluster_tls.py.
-    elsewhere = (is_of_planner, is_of_files, uses_certificate_metrics)
+    # test_cluster_tls.py, test_speculation.py.
+    elsewhere = (is_of_planner, is_of_files, is_of_drafts, uses_certificate_metrics)
     used = [one for one in expressions() if not any(is_of(one) for is_of in elsewhere)]
     exposition = (await cluster.http.get("/metrics")).text
     assert unknown(used, exposition) == []

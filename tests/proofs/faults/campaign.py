@@ -105,7 +105,8 @@ def check_campaign(transport: str, *, count: int, seed: int) -> None:
     """Run a campaign, print its table, and assert that nothing was wrong and every kind of fault was tried."""
     report = campaign(transport, count=count, seed=seed)
     print(report.table())
-    assert not report.violations, "replay with: python -m tests.proofs.faults --transport NAME --replay SEED"
+    how = "replay with: python -m tests.proofs.faults --transport NAME --replay SEED"
+    assert not report.violations, "\n".join((*report.violations, how))
     assert report.count >= count
     assert {kind for _transport, kind, _outcome in report.faults} == set(Kind)
     assert sum(n for (_, outcome), n in report.transfers.items() if outcome.startswith("committed")) > count / 2

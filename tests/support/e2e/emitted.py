@@ -46,6 +46,12 @@ def uses_certificate_metrics(expression: UsedExpression) -> bool:
     return any(selector.name.startswith("tandem_member_") for selector in named(expression.expr).selectors)
 
 
+def is_of_drafts(expression: UsedExpression) -> bool:
+    """Whether it names what only the router of workers that have verified drafts tells."""
+    drafts = ("vllm:spec_decode_", "tandem_worker_draft_")
+    return any(selector.name.startswith(drafts) for selector in named(expression.expr).selectors)
+
+
 def unknown(used: Iterable[UsedExpression], exposition: str) -> list[str]:
     """What expressions name and the cluster does not tell: metrics, labels, and values of labels."""
     metrics = emitted_labels(exposition)

@@ -174,5 +174,3 @@ async def test_options_prediction_is_sent_and_its_use_returned(parts: fakes.Serv
         (request,) = parts.generator.requests
         assert request.prediction == array("i", parts.tokenizer.encode("the quick", add_special_tokens=False))
         assert (answer.usage.accepted_prediction_tokens, answer.usage.rejected_prediction_tokens) == (3, 1)
-        with pytest.raises(InvalidRequest, match="prediction needs n to be 1, got 2"):
-            await client.chat(HELLO, Options(prediction="the quick", n=2))
