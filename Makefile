@@ -32,10 +32,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@# For one transport more; where it cannot be had its tests say so.
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt nixl || true
-	@# Where there is no compiler the engine says so at start and runs on torch's own operators. Beside the compilers all
-	@# packages are translated to bytecode, by all processors, which pip does on one.
+	@# Where there is no compiler the engine says so at start and runs on torch's own operators. What the processes of a
+	@# cluster import is translated to bytecode here, once, rather than in all of them at the first start.
 	@{ $(BIN)/python -m kv_transfer || true; } & { $(BIN)/python -m engine.kernels.cpu || true; } & \
-	  $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true; wait
+	  $(BIN)/python -c "import cluster.cli.main, router.__main__" >/dev/null & \
+	  $(BIN)/python -c "import decode_worker.__main__, prefill_worker.__main__" >/dev/null; wait
 	@touch $@
 
 .PHONY: setup

@@ -122,7 +122,7 @@ class SenderLink:
         connected = await self._connect_lanes(theirs, theirs.wire_dtype)
         if len({lane.wire_dtype for lane in connected}) > 1:
             # Some transport can only use the dtype in which the peer stores KV; then all use it.
-            await asyncio.to_thread(_close_all, [lane.writer for lane in connected])
+            await _closed(connected)
             connected = await self._connect_lanes(theirs, theirs.layout.dtype)
         self._writers = tuple(lane.writer for lane in connected)
         self.transports = tuple(lane.transport for lane in connected)
@@ -152,13 +152,12 @@ class SenderLink:
             results = await asyncio.gather(*connecting, return_exceptions=True)
         except asyncio.CancelledError:
             # Those under way are cancelled, too, and close what they make.
-            made = [one.result() for one in connecting if _is_made(one)]
-            asyncio.get_running_loop().run_in_executor(None, _close_all, [lane.writer for lane in made])
+            _closed([one.result() for one in connecting if _is_made(one)])
             raise
         errors = [result for result in results if isinstance(result, BaseException)]
         connected = [result for result in results if not isinstance(result, BaseException)]
         if errors:
-            await asyncio.to_thread(_close_all, [lane.writer for lane in connected])
+            await _closed(connected)
             raise errors[0]
         return connected
 
@@ -171,6 +170,13 @@ class SenderLink:
 
     def _envelope(self, key: TransferKey | None, body: Body) -> HandoffEnvelope:
         return HandoffEnvelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
+
+
+def _closed(lanes: Sequence[ConnectedLane]) -> "asyncio.Future[None]":
+    """Close them on another thread. Awaiting the future may be cancelled, also before such a thread is free, and they
+    are closed all the same."""
+    closing = asyncio.get_running_loop().run_in_executor(None, _close_all, [lane.writer for lane in lanes])
+    return asyncio.shield(closing)
 
 
 def _close_all(writers: Sequence[PeerWriter]) -> None:
