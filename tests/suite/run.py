@@ -1,9 +1,10 @@
 """`python -m tests.suite.run [PYTEST_ARGS]`: the whole test suite, as `make test` runs it.
 
-Tests of one process share the processors, three at a time, since they wait now and then. Then those that start clusters
-run one after the other, and beside them, at the lowest priority, those that only compute: clusters mostly wait. What
-failed, if it is little, is run once more by itself: what passes then is printed as FLAKY with both outcomes and
-appended to `tests/unsteady.yaml`, to be committed with the cause once it is mended.
+Tests of one process share the processors, two at a time: with three, those whose limits are tenths of a second get
+unsteady. Then those that start clusters run one after the other, and beside them, at the lowest priority, those that
+only compute: clusters mostly wait. What failed, if it is little, is run once more by itself: what passes then is
+printed as FLAKY with both outcomes and appended to `tests/unsteady.yaml`, to be committed with the cause once it is
+mended.
 """
 
 import collections
@@ -48,7 +49,7 @@ class Phase:
 PHASES = (
     Phase(
         name="shared",
-        args=("-n", "3", "--dist", "worksteal", "-m", f"{QUICK} and not alone and not compute"),
+        args=("-n", "2", "--dist", "worksteal", "-m", f"{QUICK} and not alone and not compute"),
         env=(("OMP_NUM_THREADS", "1"),),
     ),
     Phase(
