@@ -20,7 +20,6 @@ from decode_worker.takeover import Takeovers
 from decode_worker.task import DecodeTask, SentTokens, TaskPhase
 from decode_worker.task_index import TaskIndex
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import PREDICTION_SOURCE
 from engine.types.request import Request, SampledToken, TokenEvent
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable
@@ -33,6 +32,7 @@ from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, RequestId
 from tandem.values.outputs import FinishReason, PhaseTimes, PredictionUse
+from tandem.values.step_sizes import PREDICTION_SOURCE
 from tandem.values.worker_identity import WorkerIdentity
 from worker.drain import MigrationSource
 from worker.engine_host import EngineHost

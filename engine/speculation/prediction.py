@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Sequence
 
 from engine.speculation.proposer import NO_DRAFT, Ask, Draft
-from engine.types.config import PREDICTION_SOURCE
 from engine.types.request import Request
+from tandem.values.step_sizes import PREDICTION_SOURCE
 
 _NEAR = 64
 """Tokens after the place where answer and prediction parted in which few equal tokens count as the same place."""

@@ -68,4 +68,4 @@ SOURCES: dict[str, Callable[[], Proposer]] = {
     PromptLookup.name: PromptLookup,
     SuffixCache.name: SuffixCache,
 }
-"""Sources by name; the names are `engine.types.config.DRAFT_SOURCES`."""
+"""Sources by name; the names are `tandem.values.step_sizes.DRAFT_SOURCES`."""

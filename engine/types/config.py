@@ -4,14 +4,10 @@ from dataclasses import dataclass
 
 from tandem.errors import ConfigError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.step_sizes import DRAFT_SOURCES
 
 EVICTION_POLICIES = ("lru", "lfu", "prefix")
 """Names of the policies in `engine.kv_cache.eviction.POLICIES`."""
-PREDICTION_SOURCE = "prediction"
-"""The source that drafts what the client expects: requests' usage tells what became of it."""
-DRAFT_SOURCES = ("grammar", PREDICTION_SOURCE, "lookup", "suffix")
-"""Sources of drafts, in the order in which they are asked if all are used: names in
-`engine.speculation.sources.SOURCES`."""
 _MAX_DRAFTED_SEQUENCES = 16
 _MOST_DRAFT_TOKENS = 64
 _AT_LEAST_ONE = (

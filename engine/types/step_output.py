@@ -129,7 +129,7 @@ class SettledDraft(NamedTuple):
 
     request_id: RequestId
     source: str
-    """Who proposed it: a name of `engine.types.config.DRAFT_SOURCES`."""
+    """Who proposed it: a name of `tandem.values.step_sizes.DRAFT_SOURCES`."""
     num_tokens: int
     """Tokens that the step verified."""
     num_kept: int

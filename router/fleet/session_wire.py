@@ -53,7 +53,7 @@ from tandem.values.outputs import FinishReason, PredictionUse, bare_token
 from tandem.values.prefix_holder import holder_to_pb
 from tandem.values.prefix_pin import PinKey, PinOrder
 from tandem.values.roles import WorkerRole
-from tandem.values.step_sizes import DRAFT_PLACES, STEP_SIZES
+from tandem.values.step_sizes import DRAFT_PLACES, DRAFT_SOURCES, STEP_SIZES
 
 _ROLES: dict[int, WorkerRole] = {
     pb.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
@@ -61,7 +61,6 @@ _ROLES: dict[int, WorkerRole] = {
 }
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
-_DRAFT_SOURCES = frozenset({"grammar", "prediction", "lookup", "suffix"})
 _MAX_OFFER_S = 600.0
 _MAX_PORT = 65535
 _MOST_BYTES_TOGETHER = 1 << 20
@@ -307,7 +306,7 @@ def _work_from_pb(work: pb.WorkReport) -> EngineWorkReport:
         kv_bytes=work.kv_bytes,
         flops_per_token=work.flops_per_token,
         step_sizes=tuple(work.step_sizes) if len(work.step_sizes) == len(STEP_SIZES) + 1 else (),
-        drafts=tuple(_drafts_from_pb(totals) for totals in work.drafts if totals.source in _DRAFT_SOURCES),
+        drafts=tuple(_drafts_from_pb(totals) for totals in work.drafts if totals.source in DRAFT_SOURCES),
     )
 
 

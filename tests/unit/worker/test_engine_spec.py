@@ -3,10 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.types.config import DRAFT_SOURCES, SpeculationConfig
+from engine.types.config import SpeculationConfig
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
 from tandem.values.roles import WorkerRole
+from tandem.values.step_sizes import DRAFT_SOURCES
 from worker.engine_spec import engine_spec
 
 SECRET = {"secret": "0123456789abcdef"}

@@ -9,11 +9,12 @@ from engine.sampling.constraints import AllOf, AllowedTokens, BannedSequences
 from engine.speculation.proposer import NO_DRAFT, Ask, Draft, ProposerChain
 from engine.speculation.sources import SOURCES, ForcedTokens, PromptLookup
 from engine.speculation.suffix_cache import MAX_ROOTS, MAX_TOKENS, SuffixCache
-from engine.types.config import DRAFT_SOURCES, SpeculationConfig
+from engine.types.config import SpeculationConfig
 from engine.types.request import Request
 from engine.types.token_guide import num_acceptable
 from tandem.errors import ConfigError
 from tandem.values.ids import BlockHash
+from tandem.values.step_sizes import DRAFT_SOURCES
 from tests.support.engine import drafts, ledger
 
 
