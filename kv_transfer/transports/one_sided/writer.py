@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -39,6 +40,8 @@ class ClaimingWriter(QueuedWriter):
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
         self._claims: dict[bytes, GrantClaim] = {}
+        self._unanswered: Counter[bytes] = Counter()
+        """CLAIMs by token. Of several, all but the last were given up again, and their answers say nothing."""
         self._tokens: dict[TransferKey, bytes] = {}
         super().__init__(f"kv-{name}-write")
         self._reader = threading.Thread(target=self._read, name=f"kv-{name}-read", daemon=True)
@@ -70,6 +73,7 @@ class ClaimingWriter(QueuedWriter):
             if claim is None:
                 claim = self._claims[token] = GrantClaim(key=job.order.key)
                 self._tokens[job.order.key] = token
+                self._unanswered[token] += 1
                 if not one_sided_wire.send(self._sock, ClaimKind.CLAIM, token):
                     claim.settle(False)
         try:
@@ -136,12 +140,26 @@ class ClaimingWriter(QueuedWriter):
             claim = self._claims.get(token)
             if kind is ClaimKind.REVOKE:
                 said = self._give_up(token)
+            elif not self._is_last_answer(token):
+                claim = None
             elif kind is ClaimKind.REFUSED:
                 self._forget(token)
         if claim is not None:
             claim.settle(kind is ClaimKind.CLAIMED)
         if not said:
             raise TransferError("the receiver does not read")
+
+    def _is_last_answer(self, token: bytes) -> bool:
+        """Note an answer, under the queue's lock; whether it is that to the last CLAIM of its token.
+
+        An earlier one is still on its way when a claim was given up at once and made again. Taken for the later one's,
+        it would allow writes of which the receiver, which has seen QUIET, does not know.
+        """
+        self._unanswered[token] -= 1
+        if self._unanswered[token] > 0:
+            return False
+        del self._unanswered[token]
+        return True
 
     def _give_up(self, token: bytes) -> bool:
         """Give a claim up, under the queue's lock: send QUIET now or, while a write is in flight, at its end.

@@ -1,19 +1,23 @@
-"""Replayed or altered bytes on the transports' sockets are rejected."""
+"""Replayed, altered or late bytes on the transports' sockets are rejected."""
 
 import os
 import socket
 
 import pytest
 
+from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.catalogue import open_receivers
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.wire import ClaimKind
+from kv_transfer.transports.one_sided.writer import ClaimingWriter
 from kv_transfer.transports.shm import wire as shm_wire
 from kv_transfer.transports.torch_dist import wire as torch_dist_wire
 from kv_transfer.transports.torch_dist.receiver import TorchDistReceiver
+from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
+from tandem.values.ids import TransferId
 from tests.support.kv_transfer.transport_needs import open_files
-from tests.support.kv_transfer.transport_peer import make_region
+from tests.support.kv_transfer.transport_peer import cell_range, make_region, order
 
 WAIT_S = 20.0
 TOKEN = bytes(range(16))
@@ -73,6 +77,42 @@ def test_blob_flipped_bit_is_refused() -> None:
             theirs.shutdown(socket.SHUT_WR)
             with pytest.raises(TransferError):
                 one_sided_wire.receive_blob(ours)
+
+
+class _Claimant(ClaimingWriter):
+    def _perform(self, job: WriteJob) -> None:
+        self._claim(job, TOKEN)
+        job.succeed(0, 0)
+
+
+@pytest.mark.parametrize("answer", [ClaimKind.CLAIMED, ClaimKind.REFUSED])
+def test_claim_late_answer_is_not_taken_for_that_to_a_later_claim(answer: ClaimKind) -> None:
+    """Else the writer would write when the receiver has heard of no claim, and believes it is quiet."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    theirs.settimeout(WAIT_S)
+    writer = _Claimant(ours, "test")
+    key = TransferKey(transfer_id=TransferId("t"), attempt=1)
+    write = order(key, b"", cell_range(0, 1), [0])
+    given_up = writer.write(write)
+    assert one_sided_wire.receive(theirs) == (ClaimKind.CLAIM, TOKEN)
+    writer.cancel(key)
+    assert one_sided_wire.receive(theirs) == (ClaimKind.QUIET, TOKEN)
+    with pytest.raises(TransferError, match="cancelled"):
+        given_up.result(WAIT_S)
+    later = writer.write(write)
+    assert one_sided_wire.receive(theirs) == (ClaimKind.CLAIM, TOKEN)
+    one_sided_wire.send(theirs, ClaimKind.CLAIMED, TOKEN)  # of the first
+    with pytest.raises(TimeoutError):
+        later.result(0.1)
+    one_sided_wire.send(theirs, answer, TOKEN)
+    if answer is ClaimKind.CLAIMED:
+        later.result(WAIT_S)
+    else:
+        with pytest.raises(TransferError, match="unknown grant"):
+            later.result(WAIT_S)
+    assert not writer._unanswered
+    writer.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize("echo", [torch_dist_wire.MessageKind.WRITE, torch_dist_wire.MessageKind.RENEW])
