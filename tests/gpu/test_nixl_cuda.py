@@ -14,11 +14,11 @@ from tests.support.kv_transfer.nixl_pools import (
     check_revocation,
     place,
 )
+from tests.support.kv_transfer.transport_needs import require
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(problem() is not None, reason="needs nixl"),
 ]
 
 FIRST = "cuda:0"
@@ -30,6 +30,7 @@ LAST = f"cuda:{max(0, torch.cuda.device_count() - 1)}"
     ("here", "there", "seed"), [(FIRST, LAST, 1), (LAST, FIRST, 2), (FIRST, FIRST, 3), (HOST, LAST, 4), (LAST, HOST, 5)]
 )
 def test_nixl_between_gpus_moves_every_byte_and_stops(here: str, there: str, seed: int) -> None:
+    require("nixl")
     peer = NixlPeer(seed, here, there)
     try:
         check_bytes(peer)
@@ -40,6 +41,7 @@ def test_nixl_between_gpus_moves_every_byte_and_stops(here: str, there: str, see
 
 
 def test_nixl_problem_finds_none_with_this_gpu() -> None:
+    require("nixl")
     layout = Pools.from_seed(1).pairing.source
     region, _ = place(np.zeros(8 * layout.region_block_bytes, np.uint8), layout, FIRST)
     assert problem(region.device) is None
