@@ -12,6 +12,7 @@ import torch
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.transports import dial
+from kv_transfer.transports.catalogue import reaches_device
 from kv_transfer.transports.nixl import agent as nixl_agent
 from kv_transfer.transports.nixl.agent import AgentMemory, NixlAgent, problem
 from kv_transfer.transports.nixl.receiver import NixlReceiver, address_of, is_on_device, pack_pool, unpack_pool
@@ -173,6 +174,7 @@ def test_nixl_offer_of_a_device_is_unreadable_for_older_writers() -> None:
         offer = receiver.offer()
         try:
             assert is_on_device(offer) is on_device
+            assert reaches_device([offer]) is on_device
             assert dial.is_loopback_advert(address_of(offer))
             assert NixlSender(region).reaches(offer)
             assert dial.is_loopback_advert(offer.advert) is not on_device
