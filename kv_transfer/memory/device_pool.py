@@ -53,6 +53,14 @@ class DevicePool(Protocol):
     def identity(self) -> str:
         """Kind and identity of the device, equal in all processes: "cuda GPU-...", or "cpu"."""
 
+    @property
+    def address(self) -> int:
+        """Address of the pool's first byte in this process, on the device or, for "cpu", in host memory."""
+
+    @property
+    def cuda_index(self) -> int | None:
+        """Number of the GPU as this process counts them; None for "cpu"."""
+
     def allocate(self, num_bytes: int) -> Bytes:
         """Host memory that the device copies from and to at full rate."""
 

@@ -38,6 +38,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kv_transfer.layout.runs import RunPairs, Runs
+from kv_transfer.memory.checksum import SUM32_MASK, SUM32_STEP, SUM32_WORD_BYTES
 from kv_transfer.memory.device_pool import Bytes
 from kv_transfer.memory.move_table import ALIGNMENTS, MoveTable
 from kv_transfer.memory.numpy_copy import rows_of
@@ -45,10 +46,6 @@ from kv_transfer.memory.side_streams import SideStreams, StreamLane
 from tandem.errors import TransferError
 from tandem.values.kv_layout import KVLayout
 
-_WEIGHT_STEP = 0x9E3779B2
-"""Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
-_WORD_BYTES = 4
-_MASK = 0xFFFFFFFF
 _NO_MEMORY = "the device has no memory left besides the pool"
 
 
@@ -85,6 +82,14 @@ class TorchPool:
         if not self._on_cuda:
             return str(device.type)
         return f"{device.type} {self._torch.cuda.get_device_properties(device).uuid}"
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.data_ptr())
+
+    @property
+    def cuda_index(self) -> int | None:
+        return int(self._memory.get_device()) if self._on_cuda else None
 
     def allocate(self, num_bytes: int) -> Bytes:
         tensor = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda)
@@ -237,18 +242,18 @@ class TorchPool:
     def sum_of(self, packed: Any) -> Any:
         """`sum32` of a uint8 tensor, as an int64 tensor whose low 32 bits count. Within `working`."""
         torch = self._torch
-        padding = -packed.numel() % _WORD_BYTES
+        padding = -packed.numel() % SUM32_WORD_BYTES
         if padding:
             packed = torch.nn.functional.pad(packed, (0, padding))
         words = packed.view(torch.int32)
-        weights = torch.arange(words.numel(), dtype=torch.int32, device=words.device) * (_WEIGHT_STEP - (1 << 32)) + 1
+        weights = torch.arange(words.numel(), dtype=torch.int32, device=words.device) * (SUM32_STEP - (1 << 32)) + 1
         # 32-bit products wrap; their 64-bit sum cannot.
         return (words * weights).sum(dtype=torch.int64)
 
     @staticmethod
     def _number(total: Any) -> int:
         """The value of a `sum_of` tensor. Within `working`, so that no other stream is waited for."""
-        return int(total.item()) & _MASK
+        return int(total.item()) & SUM32_MASK
 
     def working(self) -> AbstractContextManager[Any]:
         """Context of work on the device that waits for no other work, and is done at exit. Threads may run it

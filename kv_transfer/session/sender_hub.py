@@ -363,7 +363,7 @@ class SenderHub:
             lease_s=min(body.lease_s, self._settings.lease_s),
             stall_s=self._settings.stall_s,
             queue_s=self._settings.queue_s,
-            chunk_bytes=self._settings.chunk_bytes or chunk_bytes_over(link.transports),
+            chunk_bytes=self._settings.chunk_bytes or chunk_bytes_over(link.transports, to_device=link.to_device),
             write_window=self._settings.write_window,
             max_rewrites=self._settings.max_rewrites,
         )

@@ -18,6 +18,7 @@ from kv_transfer.regions.interface import ConnectedLane, LaneRequest, SendingReg
 from kv_transfer.session.link import LinkBroken, LinkOutbox, exchange_messages, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_link import joined_names, make_hello, refuses
+from kv_transfer.transports.catalogue import reaches_device
 from kv_transfer.transports.interface import PeerWriter
 from tandem.errors import InvariantError, TransferError
 from tandem.values.ids import Incarnation
@@ -38,6 +39,8 @@ class SenderLink:
         """Incarnation of the decode worker; known once the link is up."""
         self.transports: tuple[str, ...] = ()
         """The transport of each lane."""
+        self.to_device = False
+        """Whether the peer's pool is known to be on a device."""
         self._stream = stream
         self._local = local
         self._regions = regions
@@ -126,6 +129,7 @@ class SenderLink:
             connected = await self._connect_lanes(theirs, theirs.layout.dtype)
         self._writers = tuple(lane.writer for lane in connected)
         self.transports = tuple(lane.transport for lane in connected)
+        self.to_device = reaches_device(theirs.transports)
         self._pairings = tuple(
             Pairing.from_layouts(*layouts, wire_dtype=lane.wire_dtype, head_scales=self._local.head_scales, lane=number)
             for number, lane in enumerate(connected)

@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransportOffer
 from kv_transfer.transports.cuda_ipc.device_sharing import CudaSharing, DeviceSharing
+from kv_transfer.transports.cuda_ipc.receiver import NAME as CUDA_IPC
 from kv_transfer.transports.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transports.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transports.in_process import MemoryFabric, MemoryReceiver, MemorySender
 from kv_transfer.transports.interface import KVReceiver, KVSender
 from kv_transfer.transports.nixl import agent as nixl_agent
-from kv_transfer.transports.nixl.receiver import NixlReceiver
+from kv_transfer.transports.nixl.receiver import NAME as NIXL
+from kv_transfer.transports.nixl.receiver import NixlReceiver, is_on_device
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.same_host import has_rdma
 from kv_transfer.transports.shm.receiver import ShmReceiver
@@ -64,6 +67,8 @@ class _Transport:
     """Whether to use the transport when none is forced."""
     chunk_bytes: int = _CHUNK_BYTES
     """Bytes to write at once, under one checksum."""
+    device_chunk_bytes: int = _CHUNK_BYTES
+    """The same, to a pool on a device."""
 
 
 def _no_fabric(place: TransportSite) -> str | None:
@@ -77,7 +82,7 @@ def _unreachable_pool(place: TransportSite) -> str | None:
     affected."""
     if place.host is None or place.region.device is None:
         return None
-    return "cannot write into a KV pool in GPU memory; cuda_ipc, tcp and torch_dist can"
+    return "cannot write into a KV pool in GPU memory; cuda_ipc, nixl, tcp and torch_dist can"
 
 
 def _no_shared_memory(place: TransportSite) -> str | None:
@@ -87,20 +92,26 @@ def _no_shared_memory(place: TransportSite) -> str | None:
 
 
 def _no_nixl(place: TransportSite) -> str | None:
-    return _unreachable_pool(place) or _local_obstacle("nixl", place.host, isolated_network=place.isolated_network)
+    device = place.region.device
+    return _local_obstacle("nixl", place.host, isolated_network=place.isolated_network, device=device)
 
 
 def _no_communicator(place: TransportSite) -> str | None:
     return _local_obstacle("torch_dist", place.host, isolated_network=place.isolated_network)
 
 
-def _local_obstacle(name: str, host: str | None, *, isolated_network: bool) -> str | None:
-    """Reason why a transport cannot work on this machine, whatever the pool is like."""
+def _local_obstacle(
+    name: str, host: str | None, *, isolated_network: bool, device: DevicePool | None = None
+) -> str | None:
+    """Reason why a transport cannot work on this machine, whatever the pool is like.
+
+    `device`: the device of the pool, once there is one; nixl must be able to reach it.
+    """
     if name not in ("nixl", "torch_dist"):
         return None
     if not isolated_network and host is not None and not is_loopback(host):
         return f"is neither encrypted nor authenticated: on {host} it needs transfer.isolated_network: true"
-    return nixl_agent.problem() if name == "nixl" else communicator.problem()
+    return nixl_agent.problem(device) if name == "nixl" else communicator.problem()
 
 
 _TRANSPORTS: Mapping[str, _Transport] = {
@@ -114,6 +125,7 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         sender=lambda p: CudaIpcSender(p.region, p.sharing),
         obstacle=lambda p: p.sharing.problem(p.region),
         chunk_bytes=_DEVICE_CHUNK_BYTES,
+        device_chunk_bytes=_DEVICE_CHUNK_BYTES,
     ),
     "shm": _Transport(
         receiver=lambda p: ShmReceiver(p.region), sender=lambda p: ShmSender(p.region), obstacle=_no_shared_memory
@@ -123,6 +135,7 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         sender=lambda p: NixlSender(p.region, isolated_network=p.isolated_network),
         obstacle=_no_nixl,
         automatic=lambda p: p.isolated_network and has_rdma(),
+        device_chunk_bytes=_DEVICE_CHUNK_BYTES,
     ),
     "torch_dist": _Transport(
         receiver=lambda p: TorchDistReceiver(p.region, host=_require(p.host), isolated_network=p.isolated_network),
@@ -187,14 +200,23 @@ def open_senders(
     return tuple(_TRANSPORTS[name].sender(place) for name in _chosen(choice, place))
 
 
+def reaches_device(offers: Iterable[TransportOffer]) -> bool:
+    """Whether these offers of one receiver say that its pool is on a device."""
+    return any(offer.name == CUDA_IPC or (offer.name == NIXL and is_on_device(offer)) for offer in offers)
+
+
 def candidates(offers: Sequence[TransportOffer], senders: Sequence[KVSender]) -> list[tuple[KVSender, TransportOffer]]:
     """The transports that both sides can use, in the sender's order of preference."""
     return [(sender, offer) for sender in senders for offer in offers if sender.reaches(offer)]
 
 
-def chunk_bytes_over(transports: Iterable[str]) -> int:
-    """Bytes to write at once where nothing else is set: the least of these transports, a lane's each."""
-    return min(_TRANSPORTS[name].chunk_bytes for name in transports)
+def chunk_bytes_over(transports: Iterable[str], *, to_device: bool = False) -> int:
+    """Bytes to write at once where nothing else is set: the least of these transports, a lane's each.
+
+    `to_device`: whether the receiver's pool is known to be on a device.
+    """
+    used = [_TRANSPORTS[name] for name in transports]
+    return min(one.device_chunk_bytes if to_device else one.chunk_bytes for one in used)
 
 
 def _chosen(choice: str, place: TransportSite) -> list[str]:

@@ -87,7 +87,7 @@ class TransferConfig(Section):
     """A hand-off fails when its peer has been silent for this long. Peers send a heartbeat every 0.1 s at best, so a
     much shorter lease would expire by itself."""
     chunk_bytes: PositiveInt | None = None
-    """Maximum number of bytes under one checksum. null: 64 MiB over cuda_ipc, else 8 MiB."""
+    """Maximum number of bytes under one checksum. null: 64 MiB over cuda_ipc and over nixl into GPUs, else 8 MiB."""
     tcp_streams: int = Field(default=2, ge=1, le=16)
     """TCP connections from a prefill worker to a decode worker, with `tcp`."""
     succession_s: float = Field(default=5.0, ge=0.0, le=600.0)

@@ -28,7 +28,7 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.catalogue import candidates, chunk_bytes_over, open_receivers, open_senders
+from kv_transfer.transports.catalogue import candidates, chunk_bytes_over, open_receivers, open_senders, reaches_device
 from kv_transfer.transports.interface import KVReceiver, PeerWriter, WriteOrder
 from tandem.values.ids import BlockId, TransferId
 from tandem.values.kv_layout import KVLayout
@@ -229,7 +229,8 @@ def _peer(name: str, pool: _Pool, there: str) -> Iterator[_Peer]:
         writer = sender.connect(offer, _PAIRING)
         try:
             # As workers do, but in two chunks at least.
-            chunk_blocks = min(chunk_bytes_over([name]) // LAYOUT.worker_block_bytes, pool.num_blocks // 2)
+            chunk_bytes = chunk_bytes_over([name], to_device=reaches_device([offer]))
+            chunk_blocks = min(chunk_bytes // LAYOUT.worker_block_bytes, pool.num_blocks // 2)
             yield _Peer(process, writer, pool.num_blocks, chunk_blocks)
         finally:
             writer.close()

@@ -63,6 +63,11 @@ GOOD: dict[str, Values] = {
         "prefill": {"rdma": {"enabled": True}},
         "decode": {"rdma": {"enabled": True, "count": 2}},
     },
+    "rdma by nixl into GPUs": {
+        "config": {"transfer": {"isolated_network": True}},
+        "prefill": {"rdma": {"enabled": True}, "gpu": {"enabled": True}},
+        "decode": {"rdma": {"enabled": True}, "gpu": {"enabled": True}},
+    },
     "rdma by nccl": {
         "config": {"transfer": {"transport": "torch_dist", "isolated_network": True}},
         "prefill": {"rdma": {"enabled": True}, "gpu": {"enabled": True}},
@@ -304,13 +309,6 @@ BAD: dict[str, tuple[Values, str]] = {
         "config.engine.quantization: int8",
     ),
     "shared memory between pods": ({"config": {"transfer": {"transport": "shm"}}}, "config.transfer.transport: shm"),
-    "nixl into a GPU": (
-        {
-            "config": {"transfer": {"transport": "nixl", "isolated_network": True}},
-            "decode": {"gpu": {"enabled": True}},
-        },
-        "config.transfer.transport: nixl cannot write into GPU memory",
-    ),
     "nixl over everybody's network": (
         {"config": {"transfer": {"transport": "nixl"}}},
         "config.transfer.isolated_network",

@@ -240,12 +240,6 @@ builtin
 {{- if and .pool.rdma.enabled (not .c.transfer.isolated_network) -}}
 {{- fail (printf "%s.rdma.enabled: KV over RDMA is neither encrypted nor authenticated; config.transfer.isolated_network: true says that nobody else reaches that network" .name) -}}
 {{- end -}}
-{{- if and .pool.gpu.enabled (eq .c.transfer.transport "nixl") -}}
-{{- fail (printf "config.transfer.transport: nixl cannot write into GPU memory, and %s.gpu.enabled is true; take auto, tcp or torch_dist" .name) -}}
-{{- end -}}
-{{- if and .pool.gpu.enabled .pool.rdma.enabled (ne .c.transfer.transport "torch_dist") -}}
-{{- fail (printf "%s.rdma.enabled: KV in GPU memory takes RDMA with config.transfer.transport: torch_dist alone" .name) -}}
-{{- end -}}
 {{- if and (has .c.transfer.transport (list "nixl" "torch_dist")) (not .c.transfer.isolated_network) -}}
 {{- fail (printf "config.transfer.transport: %s neither encrypts nor authenticates KV; config.transfer.isolated_network: true says that nobody else reaches that network" .c.transfer.transport) -}}
 {{- end -}}

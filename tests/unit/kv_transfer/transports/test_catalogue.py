@@ -43,7 +43,7 @@ def region() -> Iterator[KVRegion]:
 
 def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> list[str]:
     """Transports that the prefill worker would try, best first."""
-    monkeypatch.setattr(nixl_agent, "problem", lambda: None)
+    monkeypatch.setattr(nixl_agent, "problem", lambda _device: None)
     fabric = MemoryFabric() if where == "same process" else None
     shared = {"fabric": fabric, "sharing": HostSharing(region.fd)}
     address = ANYWHERE if where == "other host" else "127.0.0.1"
@@ -79,7 +79,9 @@ def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> 
         ("other host", GPU, GPU, "tcp"),
         ("other host", FABRIC, FABRIC, "nixl"),
         ("other host", replace(FABRIC, gpu=True), FABRIC, "nixl"),
-        ("other host", FABRIC, replace(FABRIC, gpu=True), "tcp"),
+        ("other host", FABRIC, replace(FABRIC, gpu=True), "nixl"),
+        ("other host", replace(FABRIC, gpu=True), replace(FABRIC, gpu=True), "nixl"),
+        ("other host", replace(FABRIC, gpu=True), GPU, "tcp"),
         ("other host", replace(FABRIC, isolated=False), FABRIC, "tcp"),
         ("other host", FABRIC, replace(FABRIC, isolated=False), "tcp"),
         ("other host", replace(FABRIC, rdma=False), FABRIC, "tcp"),
@@ -116,13 +118,13 @@ def test_catalogue_shm_without_shared_memory_is_refused(region: KVRegion) -> Non
 @pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
 def test_catalogue_forced_transport_is_checked_before_pool_exists(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     for module in (nixl_agent, communicator):
-        monkeypatch.setattr(module, "problem", lambda: None)
+        monkeypatch.setattr(module, "problem", lambda *_: None)
     check_choice(choice, host="127.0.0.1", isolated_network=False)
     check_choice(choice, host=ANYWHERE, isolated_network=True)
     with pytest.raises(ConfigError, match=f"'{choice}', which is neither encrypted.*isolated_network: true"):
         check_choice(choice, host=ANYWHERE, isolated_network=False)
     for module in (nixl_agent, communicator):
-        monkeypatch.setattr(module, "problem", lambda: "needs what is not here")
+        monkeypatch.setattr(module, "problem", lambda *_: "needs what is not here")
     with pytest.raises(ConfigError, match=f"'{choice}', which needs what is not here"):
         check_choice(choice, host="127.0.0.1", isolated_network=False)
     for other in ("auto", "tcp", "shm"):
@@ -133,7 +135,7 @@ def test_catalogue_forced_transport_is_checked_before_pool_exists(monkeypatch: p
 def test_catalogue_insecure_transport_needs_private_network(
     monkeypatch: pytest.MonkeyPatch, region: KVRegion, choice: str
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "problem", lambda: None)
+    monkeypatch.setattr(nixl_agent, "problem", lambda _device: None)
     with pytest.raises(ConfigError, match="isolated_network"):
         open_receivers(region, choice=choice, host=ANYWHERE)
     [receiver] = open_receivers(region, choice=choice, host=ANYWHERE, isolated_network=True)
@@ -161,7 +163,7 @@ def test_catalogue_unloadable_nixl_is_not_offered_and_forcing_it_fails(
             force(region, choice="nixl")
 
 
-@pytest.mark.parametrize("choice", ["shm", "nixl", "memory"])
+@pytest.mark.parametrize("choice", ["shm", "memory"])
 def test_catalogue_host_transport_refuses_gpu_memory(region: KVRegion, choice: str) -> None:
     with pytest.raises(ConfigError, match="GPU memory"):
         open_receivers(on_device(region), choice=choice, fabric=MemoryFabric())
@@ -184,3 +186,9 @@ def test_has_rdma_follows_the_kernels_list(tmp_path) -> None:
 def test_catalogue_chunks_suit_the_slowest_lane() -> None:
     assert chunk_bytes_over(["cuda_ipc"]) == 64 << 20
     assert chunk_bytes_over(["cuda_ipc", "tcp"]) == 8 << 20
+
+
+def test_catalogue_nixl_chunks_are_large_into_devices() -> None:
+    assert chunk_bytes_over(["nixl"]) == 8 << 20
+    assert chunk_bytes_over(["nixl", "cuda_ipc"], to_device=True) == 64 << 20
+    assert chunk_bytes_over(["nixl", "tcp"], to_device=True) == 8 << 20

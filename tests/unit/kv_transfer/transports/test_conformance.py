@@ -53,6 +53,9 @@ MODES = (
     "tcp between devices",
     "torch_dist between devices",
     "torch_dist from a device",
+    "nixl between devices",
+    "nixl from a device",
+    "nixl to a device",
 )
 """Each transport, `tcp` in its other ways, and pools that are not in host memory."""
 
@@ -63,6 +66,9 @@ AWAY = {
     "tcp between devices": ("device", "device"),
     "torch_dist between devices": ("device", "device"),
     "torch_dist from a device": ("device", "host"),
+    "nixl between devices": ("device", "device"),
+    "nixl from a device": ("device", "host"),
+    "nixl to a device": ("host", "device"),
 }
 """Where the source's and the target's pools are, when that is not in host memory."""
 

@@ -24,7 +24,7 @@ from tests.support.kv_transfer.transport_peer import cell_range, landing, order
 from tests.unit.kv_transfer.transports.test_conformance import AWAY, KEY, WAIT_S, Pair, block_bytes, opened_as
 
 T = TypeVar("T")
-AWAY_FROM_HOST = {**AWAY, "memory": ("device", "host")}
+AWAY_FROM_HOST = {**{mode: ends for mode, ends in AWAY.items() if ends[0] == "device"}, "memory": ("device", "host")}
 ONE_STREAM = TcpSettings(streams=1)
 """A second write waits for the first; on a stream of its own the device would read for it, too."""
 LANDING_ON_DEVICE = ("tcp between devices", "torch_dist between devices")

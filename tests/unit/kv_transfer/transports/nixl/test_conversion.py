@@ -12,16 +12,18 @@ import pytest
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.runs import RunPair
 from kv_transfer.memory import departure
-from kv_transfer.memory.checksum import crc32
+from kv_transfer.memory.checksum import RunningCrc32, RunningSum32
 from kv_transfer.memory.departure import Departure
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.transports.interface import WriteOrder
 from kv_transfer.transports.nixl import sender as nixl_sender
-from kv_transfer.transports.nixl.receiver import _POOL
+from kv_transfer.transports.nixl.agent import AgentMemory
+from kv_transfer.transports.nixl.receiver import pack_pool
 from kv_transfer.transports.nixl.sender import NixlWriter
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.wire import ClaimKind
 from tandem.errors import TransferError
+from tests.support.kv_transfer.device_fakes import on_device
 from tests.unit.kv_transfer.transports.test_conversions import KEY, POOL_BLOCKS, SOURCES, TARGETS, cells, layout, region
 
 WAIT_S = 20.0
@@ -33,8 +35,8 @@ class LateAgent:
 
     target = memoryview(b"")
 
-    def __init__(self, _name: str, memory: memoryview, *, loopback: bool) -> None:
-        self._memory = memory
+    def __init__(self, _name: str, memory: AgentMemory, *, loopback: bool) -> None:
+        self._memory = memoryview(memory.owner)
         self._posted: deque[Sequence[RunPair]] = deque()
         self.num_posted = 0
         self.closed = False
@@ -59,7 +61,9 @@ class LateAgent:
 
 
 class Ends:
-    def __init__(self, here: str, wire: str, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, here: str, wire: str, there: str, monkeypatch: pytest.MonkeyPatch, *, to_device: bool = False
+    ) -> None:
         self.pairing = Pairing.from_layouts(layout(here), layout(there), wire_dtype=wire)
         self.source, self.target = region(self.pairing.source, 1), region(self.pairing.destination, 0)
         agents: list[LateAgent] = []
@@ -70,12 +74,16 @@ class Ends:
             return agents[-1]
 
         monkeypatch.setattr(nixl_sender, "NixlAgent", make)
+        self._to_device = to_device
         ours, self.theirs = socket.socketpair()
-        one_sided_wire.send_blob(self.theirs, _POOL.pack(1, self.target.buffer.nbytes) + b"metadata")
+        one_sided_wire.send_blob(self.theirs, self._described() + b"metadata")
         self._granting = threading.Thread(target=self._grant, daemon=True)
         self._granting.start()
-        self.writer = NixlWriter(self.source, ours, self.pairing, loopback=True)
+        self.writer = NixlWriter(self.source, ours, self.pairing, loopback=True, to_device=to_device)
         (self.agent,) = agents
+
+    def _described(self) -> bytes:
+        return pack_pool(AgentMemory.of_region(self.target), on_device=self._to_device)
 
     def _grant(self) -> None:
         with suppress(OSError, TransferError):
@@ -97,7 +105,9 @@ class Ends:
         for there, size in placed.writes(cells()):
             other.buffer[there : there + size] = payload[at : at + size].data
             at += size
-        return bytes(other.buffer), crc32(payload.data, 0)
+        running = RunningSum32() if self._to_device else RunningCrc32()
+        running.add(payload.data)
+        return bytes(other.buffer), running.value
 
     def close(self) -> None:
         self.theirs.close()
@@ -124,6 +134,26 @@ def test_nixl_conversion_delayed_write_lands_converted(ends: Ends) -> None:
     assert write_result.checksum == checksum
     assert write_result.num_bytes > 2 * 8000
     assert ends.agent.num_posted > 16
+
+
+@pytest.mark.parametrize("target_at", ["host", "device"])
+@pytest.mark.parametrize("source_at", ["host", "device"])
+def test_nixl_conversion_is_summed_as_the_receiver_does(
+    monkeypatch: pytest.MonkeyPatch, source_at: str, target_at: str
+) -> None:
+    """Wherever the pools are, converted payload goes by way of host memory."""
+    really = nixl_sender.NixlWriter.__init__
+
+    def from_there(writer: NixlWriter, source: KVRegion, *args: Any, **kwargs: Any) -> None:
+        really(writer, on_device(source) if source_at == "device" else source, *args, **kwargs)
+
+    monkeypatch.setattr(NixlWriter, "__init__", from_there)
+    ends = Ends("bfloat16", "int8", "int8", monkeypatch, to_device=target_at == "device")
+    try:
+        result = ends.writer.write(ends.order()).result(WAIT_S)
+        assert (bytes(ends.target.buffer), result.checksum) == ends.expected()
+    finally:
+        ends.close()
 
 
 def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
