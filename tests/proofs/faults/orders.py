@@ -119,9 +119,9 @@ class FaultyWriter:
                 return self._delay(order, _HOLD_S, overtakable=True)
             case Kind.REPLAY:
                 first = self._inner.write(order)
-                self._write_again(order)
+                again = self._write_again(order)
                 self._write_stale(order)
-                return first
+                return first if again is None else _both(first, again)
             case Kind.STALL:
                 return self._delay(order, rng.uniform(0.002, 0.04) if rng.random() < 0.8 else self._sender.long_stall_s)
             case _:
@@ -169,11 +169,12 @@ class FaultyWriter:
         checksum = checksum_of(self._sender.region.views(order.source.reads(order.cells)))
         return _after(future, lambda result: replace(result, checksum=checksum))
 
-    def _write_again(self, order: WriteOrder) -> None:
+    def _write_again(self, order: WriteOrder) -> "Future[WriteResult] | None":
         """As long as its attempt is under way here: afterwards its sources are others'."""
         with self._lock:
-            if order.key not in self._ended and not self._closing:
-                self._inner.write(order)
+            if order.key in self._ended or self._closing:
+                return None
+            return self._inner.write(order)
 
     def _write_stale(self, order: WriteOrder) -> None:
         """A write of an attempt that is over: nobody may take it."""
@@ -193,6 +194,13 @@ def _part(cells: CellRange, rng: random.Random) -> CellRange:
     if cells.num_layers > 1:
         return replace(cells, num_layers=rng.randrange(1, cells.num_layers))
     return replace(cells, num_heads=max(1, cells.num_heads // 2))
+
+
+def _both(first: "Future[WriteResult]", again: "Future[WriteResult]") -> "Future[WriteResult]":
+    """The first's result, once both have ended: a write is over when nothing reads or writes for it any more."""
+    outer: Future[WriteResult] = Future()
+    again.add_done_callback(lambda _done: _pass_on(first, outer, lambda result: result))
+    return outer
 
 
 def _after(inner: "Future[WriteResult]", change: Callable[[WriteResult], WriteResult]) -> "Future[WriteResult]":
