@@ -116,6 +116,7 @@ def test_torch_pool_kernel_moves_and_sums_as_plain_torch_does(pool: TorchPool) -
         sums = [source.checksum(READS), source.send(READS, target, WRITES), target.checksum(WRITES)]
         packed, summed = source.pack_summed(READS)
         sent = target.memory.clone()
+        torch.cuda.synchronize()  # what follows does not wait for this stream
         sums += [summed, target.unpack_summed(OTHERS, packed)]
         target.scatter(READS, payload)
         lane = source.lane_to(target)
