@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kv_transfer.transports.nixl.agent import problem
+from kv_transfer.transports.same_host import has_rdma
 from tests.support.kv_transfer.nixl_pools import (
     HOST,
     NixlPeer,
@@ -19,6 +20,7 @@ from tests.support.kv_transfer.transport_needs import require
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not has_rdma(), reason="needs an RDMA device: nixl is not used between GPUs over TCP"),
 ]
 
 FIRST = "cuda:0"
