@@ -136,11 +136,15 @@ def _decode_steps(rows: int, max_context: int, pool_tokens: int, *, compiles: bo
     """Spans of decoding steps, each with every row on the widest sampling path and as long as a pool could hold them
     all.
 
-    Where kernels are compiled at their first launch, smaller batches as well: their keys are split differently, and
-    a client's token would have to wait for the compiler.
+    Where kernels are compiled at their first launch, smaller batches as well, and one long sequence among short ones:
+    their keys are split differently, and a client's token would have to wait for the compiler.
     """
     sizes = {rows} | ({1 << i for i in range(rows.bit_length())} if compiles else set())
-    return [[(min(max_context, max(1, pool_tokens // size)) - 1, 1)] * size for size in sorted(sizes, reverse=True)]
+    alike = [[(min(max_context, max(1, pool_tokens // size)) - 1, 1)] * size for size in sorted(sizes, reverse=True)]
+    if not compiles:
+        return alike
+    longest = min(max_context, max(1, pool_tokens - rows)) - 1
+    return alike + [[(longest, 1), *[(0, 1)] * (size - 1)] for size in sorted(sizes) if size > 1]
 
 
 def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_context: int) -> list[tuple[int, int]]:

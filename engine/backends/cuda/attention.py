@@ -6,24 +6,35 @@ next step while the device still reads this one.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_launch, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import (
+    DecodeCut,
+    DecodeWorkspace,
+    are_uneven,
+    choose_launch,
+    cut_by_length,
+    cut_evenly,
+    flash_decode,
+)
 from engine.kernels.triton.paged_prefill import paged_prefill
 from engine.kernels.triton.pages import LayerPages
 from engine.kernels.triton.rope_kv import rope_kv
-from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable
+from engine.kernels.triton.tuning import AttentionShape, LaunchTable
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.layers.attention import AttentionSpec
 from engine.types.step_inputs import StepInputs
 
 _CPU_SMS = 8
 """Number of multiprocessors to plan for on a CPU, in Triton's interpreter."""
+_MAX_IDLE_PROGRAMS = 1 << 14
+"""Programs of a layer's decode attention that a recorded step may have for runs that few steps have: idle, they take
+some five microseconds."""
 
 
 class DeviceStep(NamedTuple):
@@ -36,14 +47,6 @@ class DeviceStep(NamedTuple):
     starts: Tensor  # int32 [num_several], of those with several
     row_starts: Tensor  # int32 [num_several + 1], the first row of each, and the end of the last
     tables: Tensor  # int32 [num_single + num_several, max_blocks]
-
-
-class Decoding(NamedTuple):
-    """How sequences with one row are attended to."""
-
-    launch: DecodeLaunch
-    num_splits: int
-    """Parts into which the keys of each are split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,7 @@ class CudaAttention:
         self.prefill_launch = table.prefill(shape, deterministic=deterministic)
         self._decode_launches = table.decode(shape, deterministic=deterministic)
         self.layers = tuple(_pages(spec, cache, i) for i in range(config.num_layers))
+        self._num_tokens = cache.num_blocks * cache.layout.block_size
         self._num_sms = _CPU_SMS
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -158,23 +162,53 @@ class CudaAttention:
     def plan(self, inputs: StepInputs) -> "CudaAttentionPlan":
         layout = StepLayout.of(inputs)
         step = layout.views(*upload(inputs, layout, self.device))
-        longest = int(inputs.lengths[: inputs.num_single].max(initial=0))
-        return CudaAttentionPlan(self, step, self.decoding(inputs.num_single, longest))
+        lengths = inputs.lengths[: inputs.num_single]
+        if self.fixed_keys:
+            cut = self.cut_by_length(further_runs=self.further_runs(lengths))
+        elif are_uneven(lengths):
+            cut = self.cut_by_length()
+        else:
+            cut = self.cut_evenly(max(1, len(lengths)), int(lengths.max(initial=0)))
+        return CudaAttentionPlan(self, step, cut)
 
-    def decoding(self, batch: int, max_length: int, *, usual: int | None = None) -> Decoding:
-        """How to attend to `batch` sequences of up to `max_length` tokens, of which `usual` are there, or all."""
+    @property
+    def fixed_keys(self) -> int:
+        """Keys of each run in deterministic mode; otherwise 0."""
+        return self._decode_launches[0].fixed_keys
+
+    def cut_evenly(self, batch: int, max_length: int) -> DecodeCut:
+        """For `batch` sequences of about equal lengths up to `max_length`; not in deterministic mode."""
+        heads = self.spec.config.num_kv_heads
+        return cut_evenly(
+            self._decode_launches, batch=batch, num_kv_heads=heads, max_length=max_length, num_sms=self._num_sms
+        )
+
+    def cut_by_length(self, batch: int = 1, *, further_runs: int = 0) -> DecodeCut:
+        """For sequences of any lengths, with the launch for `batch` whole ones: by default that for fewest programs,
+        which are the first to end when sequences are unequal. `further_runs`: see there.
+        """
         heads, sms = self.spec.config.num_kv_heads, self._num_sms
         launch = choose_launch(self._decode_launches, batch=batch, num_kv_heads=heads, num_sms=sms)
-        present = max(1, batch if usual is None else min(usual, batch))
-        splits = choose_splits(batch=present, num_kv_heads=heads, max_length=max_length, num_sms=sms, launch=launch)
-        return Decoding(launch, splits)
+        return cut_by_length(launch, num_kv_heads=heads, num_sms=sms, further_runs=further_runs)
 
-    def workspace(self, batch: int, splits: int) -> DecodeWorkspace | None:
-        """Memory for decoding `batch` sequences with split keys; None when they are not split."""
-        if splits == 1:
+    def further_runs(self, lengths: NDArray[np.integer[Any]]) -> int:
+        """Runs of sequences of these lengths in deterministic mode, the first of each not counted."""
+        return int(((lengths - 1) // self.fixed_keys).sum()) if self.fixed_keys else 0
+
+    def most_further_runs(self, batch: int, max_length: int) -> int:
+        """As many as are worth recording room for, with sequences of up to `max_length` tokens."""
+        if not self.fixed_keys:
+            return 0
+        by_length, by_pool = batch * ((max_length - 1) // self.fixed_keys), self._num_tokens // self.fixed_keys
+        # Sequences that share blocks may have more than the pool has room for; steps of such are launched.
+        return min(by_length, by_pool, _MAX_IDLE_PROGRAMS // self.spec.config.num_kv_heads)
+
+    def workspace(self, batch: int, cut: DecodeCut) -> DecodeWorkspace | None:
+        """Memory for decoding `batch` sequences; None when they are not cut."""
+        if cut.num_splits == 1:
             return None
         config = self.spec.config
-        return DecodeWorkspace.allocate(batch, config.num_heads, splits, config.head_dim, self.device)
+        return DecodeWorkspace.allocate(cut.num_parts(batch), config.num_heads, config.head_dim, self.device)
 
 
 def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
@@ -189,20 +223,20 @@ def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
 class CudaAttentionPlan:
     """One step's attention on the GPU: metadata uploaded once, used by every layer."""
 
-    __slots__ = ("_angles", "_backend", "_decode_launch", "_has_spare_rows", "_step", "_workspace")
+    __slots__ = ("_angles", "_backend", "_cut", "_has_spare_rows", "_step", "_workspace")
 
     def __init__(
-        self, backend: CudaAttention, step: DeviceStep, decoding: Decoding, *, has_spare_rows: bool = False
+        self, backend: CudaAttention, step: DeviceStep, cut: DecodeCut, *, has_spare_rows: bool = False
     ) -> None:
-        """`decoding`: of the sequences with one row. `has_spare_rows`: there may be rows of no sequence behind the
+        """`cut`: of the sequences with one row. `has_spare_rows`: there may be rows of no sequence behind the
         others.
         """
         self._backend = backend
         self._step = step
         self._has_spare_rows = has_spare_rows
         self._angles = tuple(rope.half_angles(step.positions) for rope in backend.spec.ropes)
-        self._decode_launch = decoding.launch
-        self._workspace = backend.workspace(len(step.lengths), decoding.num_splits)
+        self._cut = cut
+        self._workspace = backend.workspace(len(step.lengths), cut)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         backend, step, singles = self._backend, self._step, len(self._step.lengths)
@@ -223,8 +257,8 @@ class CudaAttentionPlan:
             tables=step.tables[:singles],
             lengths=step.lengths,
             window=window,
+            cut=self._cut,
             workspace=self._workspace,
-            launch=self._decode_launch,
             pdl=backend.pdl,
             scale=spec.scale,
             soft_cap=spec.soft_cap,

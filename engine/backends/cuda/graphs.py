@@ -1,5 +1,6 @@
 """Steps as CUDA graphs, captured at start and replayed from then on: one for each padded number of sequences that only
-decode, and one for each padded number of rows of steps that compute a chunk of a prompt as well.
+decode, another where their lengths are unequal, and one for each padded number of rows of steps that compute a chunk
+of a prompt as well.
 
 A graph holds addresses and launch sizes, not values: a step's arrays are copied into buffers that all graphs read, the
 rest of a padded step has length 0 and writes nothing. Replaying costs one call where the eager step makes hundreds.
@@ -22,7 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.attention import CudaAttention, CudaAttentionPlan, Decoding, DeviceStep, StepLayout, upload
+from engine.backends.cuda.attention import CudaAttention, CudaAttentionPlan, DeviceStep, StepLayout, upload
+from engine.kernels.triton.flash_decode import DecodeCut, are_uneven
 from engine.model.backend import RecordableModel
 from engine.model.spec import ModelSpec
 from engine.types.step_inputs import StepInputs
@@ -33,10 +35,8 @@ _MAX_CHUNK_ROWS = 1024
 _HIDDEN_PRODUCTS = 64_000_000_000
 """Rows times a layer's weights that a GPU multiplies in the time in which a host launches the layer's kernels. On an
 H200, with 218 million weights a layer, recorded steps of 256 rows took 0.9 of the time of others, of 512 rows 1.07."""
-_USUAL_SINGLE = 8
-"""Sequences with one row beside chunks for which attention is split: the room is for more, and their programs idle."""
-_MAX_IDLE_PROGRAMS = 1 << 15
-"""Programs of a layer's decode attention, most of them idle, beside chunks: they take some ten microseconds."""
+_MAX_IDLE_PROGRAMS = 1 << 14
+"""Programs of a layer's decode attention, most of them idle, beside chunks: they take some five microseconds."""
 
 
 class Recorder(Protocol):
@@ -84,6 +84,7 @@ class _Graph:
     """The graph of one size; its tensors are the beginnings of the shared ones."""
 
     layout: StepLayout
+    cut: DecodeCut
     words: Tensor  # int32 [table_begin]
     step: DeviceStep
     """Views of `words`, and the tables."""
@@ -117,6 +118,8 @@ class CudaStepGraphs:
         self._max_length = max_length
         self._max_blocks = -(-max_length // block_size)
         self._batches: dict[int, _Graph] = {}
+        self._uneven: dict[int, _Graph] = {}
+        """Of those sizes at which sequences of unequal lengths are attended to in another way."""
         self._chunks: dict[int, _Graph] = {}
 
     def capture(self) -> None:
@@ -130,7 +133,13 @@ class CudaStepGraphs:
         for rows, layout in layouts.items():
             self._chunks[rows] = self._capture_chunks(layout, buffers)
         for batch, layout in batches.items():
-            self._batches[batch] = self._capture_batch(layout, buffers)
+            if self._attention.fixed_keys:
+                self._batches[batch] = self._capture_batch(layout, buffers, self._cut_by_length(batch))
+                continue
+            if batch > 1:
+                self._uneven[batch] = self._capture_batch(layout, buffers, self._attention.cut_by_length())
+            cut = self._attention.cut_evenly(batch, self._max_length)
+            self._batches[batch] = self._capture_batch(layout, buffers, cut)
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
         """See StepGraphs. Waits for nothing.
@@ -151,12 +160,17 @@ class CudaStepGraphs:
 
     def _graph_of(self, inputs: StepInputs, only_decodes: bool) -> _Graph | None:
         """The smallest graph that has room for a step."""
-        sizes, graphs = (self._batch_sizes, self._batches) if only_decodes else (self._chunk_sizes, self._chunks)
+        lengths = inputs.lengths[: inputs.num_single]
+        sizes, graphs = self._chunk_sizes, self._chunks
+        if only_decodes:
+            sizes, graphs = self._batch_sizes, self._uneven if self._uneven and are_uneven(lengths) else self._batches
         place = bisect_left(sizes, len(inputs.token_ids))
         if inputs.tables.shape[1] > self._max_blocks or place == len(sizes):
             return None
         graph = graphs.get(sizes[place])
-        return graph if graph is not None and graph.layout.holds(inputs) else None
+        if graph is None or not graph.layout.holds(inputs):
+            return None
+        return graph if self._attention.further_runs(lengths) <= graph.cut.further_runs else None
 
     def _load(self, inputs: StepInputs, graph: _Graph) -> None:
         """Copy a step's arrays into the graph's buffers."""
@@ -173,16 +187,15 @@ class CudaStepGraphs:
         not for more idle programs than are worth their time.
         """
         most = self._batch_sizes[-1]
-        single = min(rows, most)
-        programs = self._attention.spec.config.num_kv_heads * self._beside_chunks(single).num_splits
         return StepLayout(
             num_rows=rows,
-            num_single=min(single, max(1, _MAX_IDLE_PROGRAMS // programs)),
+            num_single=min(rows, most, max(1, _MAX_IDLE_PROGRAMS // self._attention.spec.config.num_kv_heads)),
             num_several=min(rows // 2, most),
         )
 
-    def _beside_chunks(self, num_single: int) -> Decoding:
-        return self._attention.decoding(num_single, self._max_length, usual=_USUAL_SINGLE)
+    def _cut_by_length(self, batch: int) -> DecodeCut:
+        further_runs = self._attention.most_further_runs(batch, self._max_length)
+        return self._attention.cut_by_length(batch, further_runs=further_runs)
 
     def _make_buffers(self, layouts: Sequence[StepLayout]) -> _Buffers:
         config, device = self._model.config, self._model.device
@@ -197,27 +210,40 @@ class CudaStepGraphs:
             ),
         )
 
-    def _capture_batch(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
+    def _capture_batch(self, layout: StepLayout, buffers: _Buffers, cut: DecodeCut) -> _Graph:
         words, step = self._blank_step(layout, buffers)
         logits = buffers.logits[: layout.num_rows]
-        decoding = self._attention.decoding(layout.num_single, self._max_length)
 
         def work() -> None:
-            plan = CudaAttentionPlan(self._attention, step, decoding)
+            plan = CudaAttentionPlan(self._attention, step, cut)
             logits.copy_(self._model.logits(self._model.forward(step.token_ids, plan, None)))
 
-        return _Graph(layout=layout, words=words, step=step, result=logits, replay=self._recorder.record(work))
+        return _Graph(
+            layout=layout,
+            cut=cut,
+            words=words,
+            step=step,
+            result=logits,
+            replay=self._recorder.record(work),
+        )
 
     def _capture_chunks(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
         words, step = self._blank_step(layout, buffers)
         hidden = buffers.hidden[: layout.num_rows]
-        decoding = self._beside_chunks(layout.num_single)
+        cut = self._cut_by_length(layout.num_single)
 
         def work() -> None:
-            plan = CudaAttentionPlan(self._attention, step, decoding, has_spare_rows=True)
+            plan = CudaAttentionPlan(self._attention, step, cut, has_spare_rows=True)
             hidden.copy_(self._model.forward(step.token_ids, plan, None))
 
-        return _Graph(layout=layout, words=words, step=step, result=hidden, replay=self._recorder.record(work))
+        return _Graph(
+            layout=layout,
+            cut=cut,
+            words=words,
+            step=step,
+            result=hidden,
+            replay=self._recorder.record(work),
+        )
 
     def _blank_step(self, layout: StepLayout, buffers: _Buffers) -> tuple[Tensor, DeviceStep]:
         """A step without sequences, all of it padding."""

@@ -153,35 +153,45 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
 def _decode_with(launch: DecodeLaunch, v: _Variant, name: str) -> Iterator[AotCase]:
     types = {"queries_ptr": f"*{v.dtype}", **v.pages, "out_ptr": f"*{v.dtype}", "sums_ptr": "*fp32"}
     types |= {"stats_ptr": "*fp32", "tables_ptr": "*i32", "lengths_ptr": "*i32", "query_stride": "i32"}
-    types |= {"out_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
-    split = {"NUM_SPLITS": 16, "MIN_KEYS": launch.min_keys, "FIXED_KEYS": launch.fixed_keys, "BLOCK_N": launch.block_n}
+    types |= {"out_stride": "i32", "table_stride": "i32", "score_scale": "fp32", "num_seqs": "i32"}
+    types |= {"even_parts": "i32", "uneven_parts": "i32"}
+    parts = {
+        "NUM_SPLITS": 0,
+        "SEQS": 64,
+        "MIN_KEYS": launch.min_keys,
+        "FIXED_KEYS": launch.fixed_keys,
+        "BLOCK_N": launch.block_n,
+    }
     case = AotCase(
         name=f"flash_decode {name}",
         kernel=flash_decode_kernel,
         types=types,
         constants=v.geometry
-        | split
+        | parts
         | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)), "SOFT_CAP": v.soft_cap, "PDL": True},
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         representative=v.representative,
     )
     yield case
+    if not v.deterministic and v.cache == "same":
+        yield replace(case, name=f"{case.name}-even", constants=case.constants | {"NUM_SPLITS": 16, "SEQS": 1})
     if v.representative:
         absent = {"sums_ptr": None, "stats_ptr": None}
         kept = {name: found for name, found in types.items() if name not in absent}
-        constants = case.constants | {"NUM_SPLITS": 1} | absent
+        constants = case.constants | {"NUM_SPLITS": 1, "SEQS": 1} | absent
         yield replace(case, name=f"{case.name}-whole", types=kept, constants=constants)
     if v.cache != "int8":
-        pointers = ("out_ptr", "head_scales_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
+        arguments = ["out_ptr", "head_scales_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride", "num_seqs"]
+        arguments += ["even_parts", "uneven_parts"]
         names = ("GROUP", "HEAD_DIM", "WINDOW", "BLOCK_D", "head_scales_ptr")
         yield AotCase(
             name=f"merge_parts {name}",
             kernel=merge_parts_kernel,
-            types={name: types[name] for name in pointers if name in types},
+            types={name: types[name] for name in arguments if name in types},
             constants={name: v.geometry[name] for name in names if name in v.geometry}
-            | split
-            | {"BLOCK_S": 16, "PDL": True},
+            | parts
+            | {"BLOCK_P": 16, "PDL": True},
             representative=v.representative,
         )
 

@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import DecodeWorkspace, cut_evenly, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill
 from engine.kernels.triton.reference import stored
 from engine.kernels.triton.tuning import TABLES, AttentionShape, DecodeLaunch, LaunchTable, PrefillLaunch, load_table
@@ -67,12 +67,10 @@ class _Bench:
         return _median_ms(run)
 
     def decode_ms(self, launch: DecodeLaunch, batch: int) -> float:
-        """Milliseconds of decode attention for `batch` long sequences, with the splits of `choose_splits`."""
+        """Milliseconds of decode attention for `batch` long sequences."""
         head_dim, device = self._queries.shape[2], self._queries.device
-        splits = choose_splits(
-            batch=batch, num_kv_heads=_KV_HEADS, max_length=_TOKENS, num_sms=self._num_sms, launch=launch
-        )
-        workspace = DecodeWorkspace.allocate(batch, _HEADS, splits, head_dim, device) if splits > 1 else None
+        cut = cut_evenly((launch,), batch=batch, num_kv_heads=_KV_HEADS, max_length=_TOKENS, num_sms=self._num_sms)
+        workspace = DecodeWorkspace.allocate(cut.num_parts(batch), _HEADS, head_dim, device)
         lengths = torch.full((batch,), _TOKENS, dtype=torch.int32, device=device)
 
         def run() -> None:
@@ -83,8 +81,8 @@ class _Bench:
                 tables=self._tables[:batch],
                 lengths=lengths,
                 window=None,
+                cut=cut,
                 workspace=workspace,
-                launch=launch,
             )
 
         return _median_ms(run)
@@ -146,7 +144,7 @@ def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], 
             for launch, taken_ms in found:
                 sys.stderr.write(f"{kernel} {shape}: {taken_ms:.4f} ms with {launch}\n")
                 made[kernel].append({**asdict(shape), **asdict(launch), "timed": True})
-    return made | {name: raw[name] for name in ("fixed", "gemm", "few_rows") if name in raw}
+    return made | {name: raw[name] for name in ("fixed", "gemm", "few_rows", "one_row") if name in raw}
 
 
 def _shapes(entries: Sequence[dict[str, Any]]) -> list[AttentionShape]:

@@ -50,8 +50,10 @@ class DecodeLaunch:
     num_stages: int
     block_m: int = 16
     programs_per_sm: int = 2
-    """Programs for each multiprocessor up to which sequences are split, and up to which it is used where a later launch
-    is for more of them."""
+    """Programs for each multiprocessor up to which sequences of about equal lengths are split, and up to which it is
+    used where a later launch is for more of them."""
+    uneven_programs_per_sm: int = 4
+    """The same of unequal lengths."""
     min_keys: int = 128
     """Fewest keys for which a program of its own is worthwhile."""
     fixed_keys: int = 0

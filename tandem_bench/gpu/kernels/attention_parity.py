@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.triton import reference
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import DecodeCut, DecodeWorkspace, cut_by_length, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill, row_starts_of
 from engine.kernels.triton.pages import LayerPages
 from tandem_bench.gpu.kernels.cases import (
@@ -30,7 +30,6 @@ GROUPS, HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 16), (32, 64, 80, 96, 128, 256)
 _WINDOWS = (None, 20, None, 1, None, 40, 300)
 _TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 _MOST_CASES = 40
-_NUM_SMS = 132
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,15 +66,15 @@ class AttentionCase:
 
 
 def flash_decode_parity(stage: Stage) -> Findings:
-    """Compare rows that decode, in one split and in many."""
+    """Compare rows that decode, whole and in parts."""
     for dtype in stage.kernel_dtypes:
         worst, number = 0.0, 0
         for number in case_numbers(stage, 1 / len(stage.kernel_dtypes), _MOST_CASES):
             rng = Random(f"decode:{stage.seed}:{dtype}:{number}")
             case = _case(stage, rng, dtype, number, single=True)
-            splits = rng.choice([1, 2, 5, 16])
-            with naming(f"{case}, splits {splits}"):
-                found = _decoded(stage, case, splits, rng)
+            num_sms = rng.choice([1, 8, 40, 132])
+            with naming(f"{case}, {num_sms} multiprocessors"):
+                found = _decoded(stage, case, num_sms, rng)
                 worst = max(worst, error_share(found, case.expected(), _TOLERANCE[dtype]))
         yield from _rows("flash_decode", dtype, worst, number + 1)
 
@@ -126,16 +125,15 @@ def _case(stage: Stage, rng: Random, dtype: torch.dtype, number: int, *, single:
     )
 
 
-def _decoded(stage: Stage, case: AttentionCase, splits: int, rng: Random) -> Tensor:
+def _decoded(stage: Stage, case: AttentionCase, num_sms: int, rng: Random) -> Tensor:
     num_rows, num_heads, head_dim = case.queries.shape
     shape = attention_shape(head_dim, case.queries.dtype, case.layer.pages.dtype)
     launch = rng.choice(decode_launches(stage, shape, deterministic=case.deterministic))
-    if launch.fixed_keys:
-        longest = max(case.lengths)
-        splits = choose_splits(
-            batch=num_rows, num_kv_heads=case.layer.num_kv_heads, max_length=longest, num_sms=_NUM_SMS, launch=launch
-        )
-    workspace = DecodeWorkspace.allocate(num_rows, num_heads, splits, head_dim, stage.place) if splits > 1 else None
+    runs = sum((length - 1) // launch.fixed_keys for length in case.lengths) if launch.fixed_keys else 0
+    cut = cut_by_length(launch, num_kv_heads=case.layer.num_kv_heads, num_sms=num_sms, further_runs=runs)
+    if not launch.fixed_keys and rng.random() < 0.5:
+        cut = DecodeCut(launch=launch, num_splits=rng.choice([1, 2, 4, 16]))
+    workspace = DecodeWorkspace.allocate(cut.num_parts(num_rows), num_heads, head_dim, stage.place)
     out = torch.full_like(case.queries, float("nan"), memory_format=torch.contiguous_format)
     lengths = int32(case.lengths, stage.place)
     flash_decode(
@@ -145,8 +143,8 @@ def _decoded(stage: Stage, case: AttentionCase, splits: int, rng: Random) -> Ten
         tables=case.tables,
         lengths=lengths,
         window=case.window,
+        cut=cut,
         workspace=workspace,
-        launch=launch,
     )
     return out
 

@@ -57,6 +57,11 @@ def gemm_launch(stage: Stage, *, wide: bool) -> GemmLaunch:
     return launches(stage).gemm(wide=wide)
 
 
+def num_sms(stage: Stage) -> int:
+    """Return the GPU's multiprocessors; two on a CPU."""
+    return 2 if stage.is_small else int(torch.cuda.get_device_properties(stage.place).multi_processor_count)
+
+
 def attention_shape(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
     """Return the shape that determines a launch."""
     return AttentionShape(head_dim=head_dim, eight_bit=cache_dtype in LARGEST_CODE, wide=dtype == torch.float32)

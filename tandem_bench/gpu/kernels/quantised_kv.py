@@ -3,7 +3,7 @@
 import torch
 
 from engine.kernels.triton import reference
-from engine.kernels.triton.flash_decode import flash_decode
+from engine.kernels.triton.flash_decode import DecodeCut, flash_decode
 from engine.kernels.triton.pages import LayerPages
 from engine.kv_storage.kv_codes import LARGEST_CODE
 from engine.kv_storage.paged_cache import PagedKVCache
@@ -86,8 +86,10 @@ def _attended(stage: Stage, layer: LayerPages, num_seqs: int) -> tuple[float, fl
     # That for any number of sequences.
     launch = decode_launches(stage, attention_shape(layer.head_dim, dtype, layer.pages.dtype))[-1]
 
+    cut = DecodeCut(launch=launch, num_splits=1)
+
     def call(_number: int) -> None:
-        flash_decode(queries, layer, out, tables=tables, lengths=lengths, window=None, workspace=None, launch=launch)
+        flash_decode(queries, layer, out, tables=tables, lengths=lengths, window=None, cut=cut, workspace=None)
 
     seconds = seconds_per_call(call, place, calls=2, tries=3)
     some = torch.randint(num_seqs, (_NUM_CHECKED,), device=place)

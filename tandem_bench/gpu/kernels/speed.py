@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_launch, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import DecodeWorkspace, cut_evenly, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill, row_starts_of
 from engine.kernels.triton.pages import LayerPages
 from tandem_bench.gpu.kernels.attention_peers import Paged, flash_infer, relative_difference, sdpa
@@ -17,6 +17,7 @@ from tandem_bench.gpu.kernels.cases import (
     decode_launches,
     int32,
     naming,
+    num_sms,
     prefill_launch,
     random_tables,
 )
@@ -137,22 +138,15 @@ def _paged(stage: Stage, num_seqs: int, rows: int, length: int) -> Paged:
 
 def _decode_call(stage: Stage, case: Paged, out: torch.Tensor) -> Numbered:
     layer, place = case.layers[0], stage.place
-    num_sms = 2 if stage.is_small else torch.cuda.get_device_properties(place).multi_processor_count
-    launch = choose_launch(
+    heads, head_dim = case.queries.shape[1:]
+    cut = cut_evenly(
         decode_launches(stage, attention_shape(layer.head_dim, case.queries.dtype, layer.pages.dtype)),
         batch=case.num_seqs,
         num_kv_heads=layer.num_kv_heads,
-        num_sms=num_sms,
-    )
-    splits = choose_splits(
-        batch=case.num_seqs,
-        num_kv_heads=layer.num_kv_heads,
         max_length=case.length,
-        num_sms=num_sms,
-        launch=launch,
+        num_sms=num_sms(stage),
     )
-    heads, head_dim = case.queries.shape[1:]
-    workspace = DecodeWorkspace.allocate(case.num_seqs, heads, splits, head_dim, place) if splits > 1 else None
+    workspace = DecodeWorkspace.allocate(cut.num_parts(case.num_seqs), heads, head_dim, place)
     lengths = int32([case.length] * case.num_seqs, place)
     return lambda i: flash_decode(
         case.queries,
@@ -161,8 +155,8 @@ def _decode_call(stage: Stage, case: Paged, out: torch.Tensor) -> Numbered:
         tables=case.tables,
         lengths=lengths,
         window=None,
+        cut=cut,
         workspace=workspace,
-        launch=launch,
     )
 
 

@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,6 +13,7 @@ from engine.backends.cuda.attention import CudaAttention, StepLayout, upload
 from engine.backends.cuda.backend import CudaBackend
 from engine.backends.cuda.graphs import CudaStepGraphs, graph_batch_sizes, graph_chunk_sizes
 from engine.backends.options import BackendOptions
+from engine.kernels.triton import flash_decode
 from engine.kernels.triton.tuning import LaunchTable, load_table
 from engine.model.backend import ProjectionRole
 from engine.model.config import parse_model_config
@@ -126,8 +128,10 @@ def replayed(graphs, inputs):
     return graphs.logits(inputs, token_ids, torch.from_numpy(inputs.sample_rows))
 
 
+@pytest.mark.parametrize("least_uneven", [16, 512])
 @torch.inference_mode()
-def test_cuda_graph_padded_replay_equals_eager_step(case):
+def test_cuda_graph_padded_replay_equals_eager_step(case, least_uneven, monkeypatch):
+    monkeypatch.setattr(flash_decode, "_LEAST_UNEVEN_KEYS", least_uneven)
     _, path, _ = case
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=40, block_size=16)
@@ -140,8 +144,9 @@ def test_cuda_graph_padded_replay_equals_eager_step(case):
     assert replayed(graphs, decoding(session, requests)) is None  # nothing captured yet
     graphs.capture()
     assert torch.equal(session.cache.tensor, before)
-    for company in (requests, requests[:1], requests[1:]):
+    for company, uneven in ((requests, True), (requests[:1], False), (requests[1:], False)):
         inputs = decoding(session, company)
+        assert graphs._graph_of(inputs, True).cut.num_splits == (0 if uneven and least_uneven == 16 else 1)
         before = session.cache.tensor.clone()
         expected = session.runner.compute(inputs).clone()
         kv = session.cache.tensor.clone()
@@ -157,6 +162,27 @@ def test_cuda_graph_padded_replay_equals_eager_step(case):
     assert replayed(graphs, many) is None
     chunk = Batch(items=(BatchItem(request=requests[1], start=0, num_tokens=3, samples=False),))
     assert replayed(graphs, build_step_inputs(chunk, 16)) is None
+
+
+def test_cuda_graph_in_deterministic_mode_has_room_for_some_runs_of_keys(case):
+    """Of 512 keys, the first of each sequence not counted; a step with more is launched."""
+    _, path, _ = case
+    model = load_model(path, backend=backend(deterministic=True))
+    session = Session(model, num_blocks=160, block_size=16)
+    attention = CudaAttention(model.attention_spec, session.cache, model.backend._table, deterministic=True)
+    assert attention.further_runs(np.array([1, 512, 513, 1025])) == 3
+    assert attention.most_further_runs(2, 512) == 0
+    assert attention.most_further_runs(2, 1025) == 4
+    assert attention.most_further_runs(4, 1025) == 5, "those for which the pool has room"
+    graphs = CudaStepGraphs(model, attention, EagerRecorder(), batch_sizes=(4,), max_length=1025, block_size=16)
+    with torch.inference_mode():
+        graphs.capture()
+    requests = [session.request([1] * 20) for _ in range(4)]
+    inputs = decoding(session, requests)
+    for lengths, is_recorded in (([1024] * 4, True), ([1025, 1025, 513, 1], True), ([1025, 1025, 1025, 1], False)):
+        inputs.starts[:] = np.array(lengths) - 1
+        assert list(inputs.lengths) == lengths
+        assert (graphs._graph_of(inputs, True) is not None) == is_recorded
 
 
 @pytest.mark.in_turns

@@ -2,12 +2,21 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from tests.unit.engine.kernels.triton_interpreter import interpreted, make_pages, make_tables, randn  # isort: skip
 from engine.kernels.triton import reference
-from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_launch, choose_splits, flash_decode
+from engine.kernels.triton.flash_decode import (
+    DecodeCut,
+    DecodeWorkspace,
+    are_uneven,
+    choose_launch,
+    choose_splits,
+    cut_by_length,
+    flash_decode,
+)
 from engine.kernels.triton.paged_prefill import paged_prefill, row_starts_of
 from engine.kernels.triton.pages import LayerPages
 from engine.kernels.triton.tuning import DecodeLaunch, PrefillLaunch
@@ -84,13 +93,13 @@ class Case:
         )
         return out
 
-    def decode(self, launch, splits, lengths=None):
+    def decode(self, cut, lengths=None, spare=0):
+        """`spare`: room for more parts than there can be."""
         out = torch.full_like(self.queries, 77.0, memory_format=torch.contiguous_format)
-        workspace = None
-        if splits > 1:
-            workspace = DecodeWorkspace.allocate(len(out) + 1, self.queries.shape[1], splits, self.head_dim, "cpu")
-            workspace.sums.fill_(float("nan"))
-            workspace.stats.fill_(float("nan"))
+        num_parts = cut.num_parts(len(out)) + spare
+        workspace = DecodeWorkspace.allocate(num_parts, self.queries.shape[1], self.head_dim, "cpu")
+        workspace.sums.fill_(float("nan"))
+        workspace.stats.fill_(float("nan"))
         flash_decode(
             self.queries,
             self.layer,
@@ -98,8 +107,8 @@ class Case:
             tables=self.tables,
             lengths=int32(self.lengths if lengths is None else lengths),
             window=self.window,
-            workspace=workspace,
-            launch=launch,
+            cut=cut,
+            workspace=workspace if cut.num_splits != 1 else None,
             **self.scoring,
         )
         return out
@@ -117,7 +126,11 @@ def prefill_case(seed):
 def decode_case(seed):
     case = Case(seed, single=True)
     launch = DecodeLaunch(block_n=case.rng.choice([16, 32]), num_warps=4, num_stages=2, min_keys=16)
-    case.check(case.decode(launch, case.rng.choice([1, 2, 3, 8])))
+    even, uneven = case.rng.choice([1, 2, 3, 8]), case.rng.choice([1, 3, 8, 16])
+    cuts = [DecodeCut(launch=launch, num_splits=case.rng.choice([1, 2, 4, 8]))]
+    cuts += [DecodeCut(launch=launch, even_parts=even, uneven_parts=uneven)]
+    for cut in cuts:
+        case.check(case.decode(cut, spare=case.rng.choice([0, 2])))
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -168,16 +181,18 @@ def test_triton_prefill_leaves_rows_before_the_first_sequence_untouched(num_befo
     case.check(out[num_before:])
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("fixed_keys", [0, 32])
-def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
+@pytest.mark.parametrize(
+    "cut", [{"num_splits": 1}, {"num_splits": 4}, {"even_parts": 4, "uneven_parts": 8}, {"further_runs": 6}]
+)
+def test_triton_decode_padding_rows_are_zero(cut):
     """A CUDA graph's spare rows: length 0, with any query and any table."""
     case = Case(6, single=True)
     case.starts = case.starts[:1] * 3
     case.queries = torch.cat((case.queries[:1], torch.full_like(case.queries[:2], 9.0)))
     case.tables = torch.cat((case.tables[:1], torch.full_like(case.tables[:1], 2**30).expand(2, -1)))
+    fixed_keys = 32 if "further_runs" in cut else 0
     launch = DecodeLaunch(block_n=16, num_warps=4, num_stages=2, min_keys=16, fixed_keys=fixed_keys)
-    out = case.decode(launch, splits, lengths=[case.lengths[0], 0, 0])
+    out = case.decode(DecodeCut(launch=launch, **cut), lengths=[case.lengths[0], 0, 0])
     assert (out[1:] == 0.0).all()
     assert out[0].isfinite().all()
 
@@ -202,7 +217,14 @@ def test_triton_attention_large_offsets_do_not_wrap():
     torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=4e-3)
     launch, last = DecodeLaunch(block_n=16, num_warps=4, num_stages=2), out[2:].zero_()
     flash_decode(
-        queries[2:], layer, last, tables=tables, lengths=int32([21]), window=None, workspace=None, launch=launch
+        queries[2:],
+        layer,
+        last,
+        tables=tables,
+        lengths=int32([21]),
+        window=None,
+        cut=DecodeCut(launch=launch, num_splits=1),
+        workspace=None,
     )
     torch.testing.assert_close(last.float(), expected[2:], atol=4e-3, rtol=4e-3)
 
@@ -224,32 +246,99 @@ def test_triton_fixed_keys_are_bitwise_equal_in_any_chunks(seed):
             decode = DecodeLaunch(block_m=64, block_n=16, num_warps=4, num_stages=2, fixed_keys=32)
             queries, case.queries = case.queries, case.queries[begin + count - 1 : begin + count]
             for spare in (0, 3):
-                splits = choose_splits(
-                    batch=1, num_kv_heads=1, max_length=case.lengths[sequence] + 32 * spare, num_sms=1, launch=decode
-                )
-                one = case.decode(decode, splits, lengths=[case.lengths[sequence]])
+                runs = (case.lengths[sequence] - 1) // 32
+                cut = DecodeCut(launch=decode, further_runs=runs + spare)
+                one = case.decode(cut, lengths=[case.lengths[sequence]])
                 assert torch.equal(one[0], whole[begin + count - 1])
             case.queries = queries
         case.tables = tables
         begin += count
 
 
+def parts_of(lengths, *, window=None, fixed_keys=0, **cut):
+    """The number of keys of every part into which `flash_decode` cuts sequences, read from its sums of ones."""
+    launch = DecodeLaunch(block_n=16, num_warps=4, num_stages=2, min_keys=16, fixed_keys=fixed_keys)
+    cut = DecodeCut(launch=launch, **cut)
+    num_blocks = sum(-(-length // 16) for length in lengths) + 1
+    workspace = DecodeWorkspace.allocate(cut.num_parts(len(lengths)), 1, 16, "cpu")
+    workspace.stats.zero_()
+    flash_decode(
+        torch.zeros(len(lengths), 1, 16),
+        LayerPages(pages=torch.zeros(num_blocks, 2, 1, 16, 16)),
+        torch.zeros(len(lengths), 1, 16),
+        tables=make_tables(random.Random(1), lengths, 16, num_blocks),
+        lengths=int32(lengths),
+        window=window,
+        cut=cut,
+        workspace=workspace,
+    )
+    return [int(weight) for weight in workspace.stats[:, 0, 1] if weight]
+
+
+def test_triton_decode_cuts_every_sequence_alike():
+    assert parts_of([256, 100], num_splits=4) == [64] * 4 + [32, 32, 32, 4]
+    assert parts_of([64, 20], num_splits=16) == [16] * 4 + [16, 4], "parts have at least 16 keys"
+
+
+def test_triton_decode_cuts_about_equal_sequences_into_even_parts():
+    eight = {"even_parts": 8, "uneven_parts": 16}
+    assert parts_of([256], **eight) == [32] * 8
+    assert parts_of([64], **eight) == [16] * 4, "parts have at least 16 keys"
+    assert parts_of([128] * 4, **eight) == [64] * 8
+    assert parts_of([128] * 5, **eight) == [], "five times two would be more than eight"
+    assert parts_of([128] * 8 + [0] * 4, **eight) == []
+
+
+def test_triton_decode_cuts_the_long_one_of_many_short_ones():
+    sixteen = {"even_parts": 8, "uneven_parts": 16}
+    assert parts_of([32] * 7 + [800], **sixteen) == [80] * 10, "12 of the 16 shares of 1,024 keys, in whole tiles"
+    assert parts_of([32] * 7 + [800], even_parts=8, uneven_parts=8) == [144] * 5 + [80]
+    assert parts_of([64, 0, 400, 0, 0], **sixteen) == [32, 32] + [32] * 12 + [16]
+    assert parts_of([800] + [32] * 7, window=40, **sixteen) == [], "in view all are as long"
+
+
+def test_triton_decode_cuts_at_fixed_positions_in_deterministic_mode():
+    assert parts_of([70, 32, 33], fixed_keys=32, further_runs=3) == [32, 32, 6, 32, 1]
+    assert parts_of([100], window=20, fixed_keys=32, further_runs=3) == [16, 4]
+
+
+def test_triton_decode_refuses_a_workspace_without_room():
+    case = Case(6, single=True)
+    launch = DecodeLaunch(block_n=16, num_warps=4, num_stages=2)
+    for cut in ({"num_splits": 4}, {"even_parts": 2, "uneven_parts": 3}):
+        with pytest.raises(ValueError, match="need room for"):
+            case.decode(DecodeCut(launch=launch, **cut), spare=-1)
+
+
+def test_sequences_are_uneven_when_one_is_half_longer_than_the_mean():
+    def uneven(*lengths):
+        return are_uneven(np.array(lengths, dtype=np.int32))
+
+    assert uneven(1024, 1024, 1024, 4096)
+    assert not uneven(1024, 1024, 1024, 1500)
+    assert not uneven(10, 20, 400), "short ones are over soon"
+    assert not uneven(8192)
+    assert not uneven()
+
+
 def test_choose_splits_fills_the_machine():
     launch = DecodeLaunch(block_n=64, num_warps=4, num_stages=3, min_keys=128)
 
-    def splits(batch, max_length, fixed_keys=0):
-        chosen = (
-            launch if not fixed_keys else DecodeLaunch(block_n=64, num_warps=4, num_stages=3, fixed_keys=fixed_keys)
-        )
-        return choose_splits(batch=batch, num_kv_heads=8, max_length=max_length, num_sms=132, launch=chosen)
+    def splits(batch, max_length):
+        return choose_splits(batch=batch, num_kv_heads=8, max_length=max_length, num_sms=132, launch=launch)
 
     assert splits(1, 8192) == 32  # 2 * 132 programs over 8 heads
     assert splits(1, 512) == 4
     assert splits(64, 8192) == 1
     assert splits(1, 1) == 1
     assert splits(4, 8192) == 8
-    assert splits(64, 8192, fixed_keys=512) == 16
-    assert splits(1, 8193, fixed_keys=512) == 32
+
+
+def test_cut_by_length_shares_out_programs_of_all_multiprocessors():
+    launch = DecodeLaunch(block_n=64, num_warps=4, num_stages=3, programs_per_sm=1, uneven_programs_per_sm=4)
+    cut = cut_by_length(launch, num_kv_heads=8, num_sms=132)
+    assert (cut.even_parts, cut.uneven_parts, cut.num_parts(10)) == (16, 66, 76)
+    assert cut_by_length(launch, num_kv_heads=256, num_sms=132).even_parts == 1
 
 
 def test_choose_launch_takes_the_first_for_so_many_programs():
@@ -258,18 +347,15 @@ def test_choose_launch_takes_the_first_for_so_many_programs():
     small = DecodeLaunch(block_n=64, num_warps=2, num_stages=3)
 
     def chosen(batch, num_kv_heads=8):
-        launches = (deep, shared, small)
-        launch = choose_launch(launches, batch=batch, num_kv_heads=num_kv_heads, num_sms=132)
-        parts = choose_splits(batch=batch, num_kv_heads=num_kv_heads, max_length=8192, num_sms=132, launch=launch)
-        return launch, parts
+        return choose_launch((deep, shared, small), batch=batch, num_kv_heads=num_kv_heads, num_sms=132)
 
-    assert chosen(1) == (deep, 16)
-    assert chosen(16) == (deep, 1), "128 programs for 132 multiprocessors"
-    assert chosen(17) == (shared, 1)
-    assert chosen(33) == (shared, 1)
-    assert chosen(34) == (small, 1)
-    assert chosen(33, num_kv_heads=1) == (deep, 4)
-    assert chosen(4096) == (small, 1)
+    assert chosen(1) == deep
+    assert chosen(16) == deep, "128 programs for 132 multiprocessors"
+    assert chosen(17) == shared
+    assert chosen(33) == shared
+    assert chosen(34) == small
+    assert chosen(33, num_kv_heads=1) == deep
+    assert chosen(4096) == small
 
 
 def test_triton_attention_mismatched_scales_are_refused():
