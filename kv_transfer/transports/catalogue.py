@@ -1,8 +1,8 @@
 """The transports: their order of preference, the requirements of each, and how a worker opens its ends.
 
 Unless one is forced, two workers use the first that both can: memory within a process; cuda_ipc or shm on one host;
-nixl where both have RDMA and an isolated network and the receiver's pool is in host memory; otherwise tcp. torch_dist is only used when forced: over gloo it is
-slower than tcp and authenticates nobody.
+nixl where both have RDMA and an isolated network and the receiver's pool is in host memory; otherwise tcp. torch_dist
+is only used when forced: over gloo it is slower than tcp and authenticates nobody.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -80,7 +80,6 @@ def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> 
         ("other host", FABRIC, FABRIC, "nixl"),
         ("other host", replace(FABRIC, gpu=True), FABRIC, "nixl"),
         ("other host", FABRIC, replace(FABRIC, gpu=True), "tcp"),
-        ("other host", replace(FABRIC, gpu=True), FABRIC, "nixl"),
         ("other host", replace(FABRIC, gpu=True), GPU, "tcp"),
         ("other host", replace(FABRIC, isolated=False), FABRIC, "tcp"),
         ("other host", FABRIC, replace(FABRIC, isolated=False), "tcp"),
