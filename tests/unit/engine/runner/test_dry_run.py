@@ -21,8 +21,12 @@ def test_dry_run_decode_rows_share_pool_evenly(rows: int) -> None:
 
 def test_dry_run_compiled_kernels_cover_each_batch_size_once() -> None:
     steps = _decode_steps(20, 500, 1000, compiles=True)
-    assert [len(step) for step in steps] == [20, 16, 8, 4, 2, 1]
-    assert [step[0][0] for step in steps] == [49, 61, 124, 249, 499, 499]
+    alike, uneven = steps[:6], steps[6:]
+    assert [len(step) for step in alike] == [20, 16, 8, 4, 2, 1]
+    assert [step[0][0] for step in alike] == [49, 61, 124, 249, 499, 499]
+    assert all(len(set(step)) == 1 for step in alike)
+    assert uneven == [[(499, 1), *[(0, 1)] * (size - 1)] for size in (2, 4, 8, 16, 20)]
+    assert _decode_steps(20, 500, 1000, compiles=False) == [[(49, 1)] * 20]
 
 
 def test_dry_run_covers_last_chunk_of_longest_context() -> None:
