@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engine.kernels.triton_interpreter import SETTING  # isort: skip
-from engine.kernels.triton.tune import decode_candidates, fastest, prefill_candidates, tuned_table
+from engine.kernels.triton.tune import candidates_of, decode_candidates, fastest, prefill_candidates, tuned_table
 from engine.kernels.triton.tuning import (
     FIXED_KEYS,
     TABLES,
@@ -162,7 +162,22 @@ def test_tuning_skips_unlaunchable_candidates():
             raise OutOfResources(2, 1, "shared memory")
         return 1.0
 
-    assert fastest(prefill_candidates(start), time_ms) == (start, 1.0)
+    shape = AttentionShape(head_dim=128)
+    assert fastest(prefill_candidates(start, shape), time_ms) == (start, 1.0)
     with pytest.raises(ValueError, match="no candidate"):
-        fastest((replace(c, block_m=64) for c in prefill_candidates(start)), time_ms)
-    assert len(set(decode_candidates(DecodeLaunch(block_n=64, num_warps=4, num_stages=3)))) == 72
+        fastest((replace(c, block_m=64) for c in prefill_candidates(start, shape)), time_ms)
+
+
+def test_tuning_leaves_out_what_cannot_fit():
+    start, own = (
+        DecodeLaunch(block_n=64, num_warps=4, num_stages=3),
+        PrefillLaunch(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    )
+    usual, large = AttentionShape(head_dim=128), AttentionShape(head_dim=256, wide=True)
+    assert len(list(decode_candidates(start, usual))) == 36, "all: tiles of 64 KiB, five of them under way at most"
+    assert max(c.block_n * c.num_stages for c in decode_candidates(start, large)) < 128 * 4
+    assert all(c.block_m * 384 <= 255 * 32 * c.num_warps for c in prefill_candidates(own, AttentionShape(head_dim=256)))
+    assert {c.block_m for c in prefill_candidates(own, usual) if c.num_warps == 4} == {64, 128}
+    for gpu in ("NVIDIA H200", "NVIDIA H100", "other"):
+        found = candidates_of(load_table(gpu))
+        assert len(set(found)) == len(found) < 700
