@@ -145,7 +145,7 @@ def _may_fit(launch: PrefillLaunch | DecodeLaunch, shape: AttentionShape) -> boo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class LaunchCandidate:
     """A launch to be compiled and timed."""
 
     shape: AttentionShape
@@ -154,25 +154,25 @@ class Candidate:
     """Sequences that decode."""
 
 
-def candidates_of(table: LaunchTable) -> list[Candidate]:
+def candidates_of(table: LaunchTable) -> list[LaunchCandidate]:
     """All that `tuned_table` times, each once."""
     raw, found = table.as_json(), []
     for shape in _tuned_shapes(raw["prefill"]):
-        found += [Candidate(shape=shape, launch=c) for c in prefill_candidates(table.prefill(shape), shape)]
+        found += [LaunchCandidate(shape=shape, launch=c) for c in prefill_candidates(table.prefill(shape), shape)]
     for shape in _tuned_shapes(raw["decode"]):
         for launch, batch in zip(table.decode(shape), _SEQUENCES, strict=False):
-            found += [Candidate(shape=shape, launch=c, batch=batch) for c in decode_candidates(launch, shape)]
+            found += [LaunchCandidate(shape=shape, launch=c, batch=batch) for c in decode_candidates(launch, shape)]
     return list(dict.fromkeys(found))
 
 
-def compile_ahead(candidates: Sequence[Candidate], num_processes: int) -> None:
+def compile_ahead(candidates: Sequence[LaunchCandidate], num_processes: int) -> None:
     """Compile them into triton's cache, in processes of their own; those that cannot be launched are left."""
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         for _ in pool.map(_compile, candidates):
             pass
 
 
-def _compile(candidate: Candidate) -> None:
+def _compile(candidate: LaunchCandidate) -> None:
     bench = _Bench(candidate.shape, torch.device("cuda"), _BLOCK_SIZE)
     launch = candidate.launch
     try:
