@@ -141,6 +141,8 @@ def _run_pytest(args: Sequence[str], log: Path, outcomes: Path, limit_s: float, 
 
 
 def _num_passed(outcomes: Path) -> int:
+    if not outcomes.exists():  # the limit ended pytest while it was starting
+        return 0
     return outcomes.read_text(encoding="utf-8").count('"outcome": "passed"')
 
 

@@ -98,6 +98,12 @@ def test_nightly_part_beyond_its_limit_is_red(root: Path) -> None:
     assert "out of time" in result.render()
 
 
+def test_nightly_part_that_had_no_time_to_start_is_red(root: Path) -> None:
+    write(root / "test_one.py", "pass")
+    result = nightly.run_part("one", root, limit_s=0.05, root=root)
+    assert (result.exit_code, result.num_passed) == (None, 0)
+
+
 def test_nightly_unknown_part_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         nightly.main(["everything"])
