@@ -6,15 +6,7 @@ import torch
 
 from kv_transfer.transports.nixl.agent import problem
 from kv_transfer.transports.same_host import has_rdma
-from tests.support.kv_transfer.nixl_pools import (
-    HOST,
-    NixlPeer,
-    Pools,
-    check_bytes,
-    check_closed_receiver,
-    check_revocation,
-    place,
-)
+from tests.support.kv_transfer.nixl_pools import HOST, Pools, check_pair, place
 from tests.support.kv_transfer.transport_needs import require
 
 pytestmark = [
@@ -33,13 +25,7 @@ LAST = f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 )
 def test_nixl_between_gpus_moves_every_byte_and_stops(here: str, there: str, seed: int) -> None:
     require("nixl")
-    peer = NixlPeer(seed, here, there)
-    try:
-        check_bytes(peer)
-        check_revocation(peer)
-        check_closed_receiver(peer)
-    finally:
-        peer.close()
+    check_pair(seed, here, there)
 
 
 def test_nixl_problem_finds_none_with_this_gpu() -> None:

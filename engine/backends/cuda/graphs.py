@@ -218,14 +218,8 @@ class CudaStepGraphs:
             plan = CudaAttentionPlan(self._attention, step, cut)
             logits.copy_(self._model.logits(self._model.forward(step.token_ids, plan, None)))
 
-        return _Graph(
-            layout=layout,
-            cut=cut,
-            words=words,
-            step=step,
-            result=logits,
-            replay=self._recorder.record(work),
-        )
+        replay = self._recorder.record(work)
+        return _Graph(layout=layout, cut=cut, words=words, step=step, result=logits, replay=replay)
 
     def _capture_chunks(self, layout: StepLayout, buffers: _Buffers) -> _Graph:
         words, step = self._blank_step(layout, buffers)
@@ -236,14 +230,8 @@ class CudaStepGraphs:
             plan = CudaAttentionPlan(self._attention, step, cut, has_spare_rows=True)
             hidden.copy_(self._model.forward(step.token_ids, plan, None))
 
-        return _Graph(
-            layout=layout,
-            cut=cut,
-            words=words,
-            step=step,
-            result=hidden,
-            replay=self._recorder.record(work),
-        )
+        replay = self._recorder.record(work)
+        return _Graph(layout=layout, cut=cut, words=words, step=step, result=hidden, replay=replay)
 
     def _blank_step(self, layout: StepLayout, buffers: _Buffers) -> tuple[Tensor, DeviceStep]:
         """A step without sequences, all of it padding."""

@@ -198,6 +198,17 @@ def check_closed_receiver(peer: NixlPeer) -> None:
     assert isinstance(failed, TransferError), failed
 
 
+def check_pair(seed: int, here: str, there: str) -> None:
+    """All of it, between a pool at `here` and one at `there`."""
+    peer = NixlPeer(seed, here, there)
+    try:
+        check_bytes(peer)
+        check_revocation(peer)
+        check_closed_receiver(peer)
+    finally:
+        peer.close()
+
+
 class _Receiving:
     def __init__(self, where: str, seed: int) -> None:
         self.pools = pools = Pools.from_seed(seed)
@@ -247,6 +258,7 @@ class _Receiving:
     def _stays_blank(self) -> str:
         self.memory.zero_()
         self._settle()
+        # Nothing tells of bytes that do not come: what UCX or the kernel still had would be here after this long.
         time.sleep(_LATE_S)
         return "written" if bool(self.memory.any()) else "blank"
 
