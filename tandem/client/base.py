@@ -18,6 +18,9 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 
 _REPEATABLE = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
 """Calls that may be repeated."""
+_ENDS_OF_ROUTERS = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+"""Codes, without a status of ours, of calls whose router has ended or is leaving: a gRPC server that shuts down answers
+calls that it has not passed on yet with a bare CANCELLED (https://github.com/grpc/grpc/issues/41785)."""
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
     # A router whose machine is gone sends nothing: it must be given up while workers still keep its streams
@@ -111,11 +114,14 @@ class ClientBase:
         return self._stub().Generate(progress.request(), metadata=self._routers.metadata, timeout=_left_s(ends_s))
 
     def _asks_next(self, method: str, error: Any, num_asked: int) -> bool:
-        """Whether to repeat the call at the next router after a broken connection; later calls begin there."""
-        if error.code() is not grpc.StatusCode.UNAVAILABLE or came_from_server(error.trailing_metadata()):
+        """Whether to repeat the call at the next router after a broken connection; later calls begin there.
+
+        The first router is asked once more at the end: a successor may have its port.
+        """
+        if error.code() not in _ENDS_OF_ROUTERS or came_from_server(error.trailing_metadata()):
             return False
         self._current += 1
-        return method in _REPEATABLE and num_asked < len(self._channels)
+        return method in _REPEATABLE and num_asked <= len(self._channels)
 
     def _begin(self, request: pb.GenerateRequest, options: Options) -> tuple[StreamProgress, float | None]:
         progress = StreamProgress(request, max_reconnects=self._max_reconnects, rng=self._rng)

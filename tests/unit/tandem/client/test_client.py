@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -22,6 +23,7 @@ from tandem.client.requests import generate_request
 from tandem.client.sync import Client
 from tandem.config.cluster import RouterConfig
 from tandem.errors import (
+    Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -31,6 +33,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from tests.support.router.servers import fakes
 
 HELLO = [Turn(role="user", content="hello")]
@@ -275,6 +278,39 @@ async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Ser
         assert [model.id for model in await client.models()] == [fakes.MODEL]
     with Client(addresses) as threads:
         assert (await asyncio.to_thread(threads.tokenize, HELLO))[-1] == fakes.ASSISTANT
+
+
+async def test_client_call_that_a_leaving_router_cancels_is_repeated_unless_it_changes_something() -> None:
+    """gRPC ends calls that a server has not passed on when it shuts down with CANCELLED, without a status of ours."""
+
+    class Leaving(InferenceServicer):
+        num_asked = 0
+
+        async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+            return await self._answer(pb.ListModelsResponse(models=[pb.Model(id="m")]), context)
+
+        async def DeleteCachedContent(self, request: pb.DeleteCachedContentRequest, context: Any) -> Any:
+            return await self._answer(pb.DeleteCachedContentResponse(), context)
+
+        async def _answer(self, answer: Any, context: Any) -> Any:
+            self.num_asked += 1
+            if self.num_asked % 2:
+                await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+            return answer
+
+    server, leaving = grpc.aio.server(), Leaving()
+    add_InferenceServicer_to_server(leaving, server)  # type: ignore[no-untyped-call]  # generated
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with AsyncClient(address) as client:
+            assert [model.id for model in await client.models()] == ["m"]
+            assert leaving.num_asked == 2
+            with pytest.raises(Cancelled):
+                await client.delete_cached("cachedContents/0")
+            assert leaving.num_asked == 3
+    finally:
+        await server.stop(0.0)
 
 
 @pytest.mark.slow
