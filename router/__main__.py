@@ -29,6 +29,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.configured_workers import ConfiguredPoolSizes, ConfiguredWorkers, configured_addresses
 from router.fleet.connections import WorkerFleet
+from router.fleet.native_streams import NativeStreams, native_streams
 from router.fleet.probes import CANARY_SALT, QUALITY_SALT, Canary, QualityProbe
 from router.fleet.profiles import Profiles
 from router.fleet.reachable_workers import ReachableWorkers
@@ -91,7 +92,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         limits = _open_limits(stack, config, place, secret, incarnation := draw_incarnation())
         access = await stack.enter_async_context(AccessControl(config.router, limits))
         lifetime.on_reread(access.check_files)
-        cluster_state, fleet, named_anew = await _join_workers(stack, config, registry, channels, incarnation, limits)
+        joined = await _join_workers(stack, config, registry, channels, incarnation, limits, tokenizer)
+        cluster_state, fleet, named_anew = joined
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
@@ -243,6 +245,7 @@ async def _join_workers(
     channels: ClusterChannels,
     incarnation: Incarnation,
     limits: SharedRateLimits,
+    tokenizer: Tokenizer,
 ) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
     """Keep sessions with all workers; with Redis, also with those it lists, and read their cache events from it.
 
@@ -269,11 +272,17 @@ async def _join_workers(
             incarnation=incarnation,
             silence_s=config.router.worker_silence_s,
             reads_redis=cluster_state is not None,
+            new_native_streams=await asyncio.to_thread(_native_streams, tokenizer),
         ),
         expected=registry.expected,
     )
     await stack.enter_async_context(fleet)
     return cluster_state, fleet, named_anew
+
+
+def _native_streams(tokenizer: Tokenizer) -> Callable[[], NativeStreams] | None:
+    """Get ready to write tokens natively, if that is possible. Blocks."""
+    return None if tokenizer.json_texts is None else native_streams()
 
 
 def _open_limits(

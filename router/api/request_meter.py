@@ -1,7 +1,7 @@
 """Measures one request: what a server counts as its tokens come, and when it ends."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -10,7 +10,7 @@ from router.metrics.latency_slices import FirstTokens, RequestTraits
 from router.metrics.router_metrics import RouterMetrics
 from router.tenants.prices import Spent
 from router.types.requests import ChoiceFinish, RoutedRequest
-from tandem.errors import Code, ServingError
+from tandem.errors import Code, InvariantError, ServingError
 from tandem.telemetry.tracing import Span
 
 
@@ -117,6 +117,20 @@ class RequestMeter:
         self._metrics.itl.observe(now - last)
         self._counts[choice] += 1
         self._metrics.generation_tokens.value += 1
+
+    def last_s(self, choice: int) -> float | None:
+        """When the choice's last token arrived; None while its next one needs `tokens`."""
+        return None if self._second_s is None else self._last[choice]
+
+    def written(self, choice: int, gaps_s: Sequence[float]) -> None:
+        """Count tokens as `token` does, each so many seconds after the one before."""
+        last_s = self._last[choice]
+        if last_s is None:
+            raise InvariantError("tokens were written before the first one was measured")
+        self._last[choice] = last_s + sum(gaps_s)
+        self._metrics.itl.pending.extend(gaps_s)
+        self._counts[choice] += len(gaps_s)
+        self._metrics.generation_tokens.value += len(gaps_s)
 
     def first_shown(self) -> None:
         """Record that the text of the first tokens was handed to the server that writes it."""

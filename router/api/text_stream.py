@@ -15,7 +15,7 @@ from router.api.answer.choice_text import ChoiceText, ResumeFilter, TextDelta, T
 from router.api.request.client_request import PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.text.tokenizer import Tokenizer
-from router.types.requests import ChoiceDelta, Generator
+from router.types.requests import ChoiceDelta, Generator, PlainStream
 from tandem.errors import InternalError, ServingError
 from tandem.values.outputs import SampledToken, bare_token
 
@@ -46,6 +46,8 @@ class RequestText:
         self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
         self._remainders = [ResumeFilter(has) for has in prepared.has]
         self._meter = meter
+        self._sink = sink
+        self._tokenizer = tokenizer
         self._show = sink.on_delta
         self._show_text = sink.on_text
         self._is_shown = False
@@ -78,6 +80,35 @@ class RequestText:
             return self.on_delta(ChoiceDelta(choice_index, (bare_token(token_id),)))
         self._meter.token(choice_index)
         return self._show_text(self._first_index + choice_index, token_id, text)
+
+    def plain_stream(self, choice_index: int) -> PlainStream | None:
+        """Return how the next tokens of a choice can be written without this, see DeltaSink."""
+        last_s = self._meter.last_s(choice_index)
+        if self._held is not None or self._remainders or last_s is None:
+            return None
+        stop_ids, texts = self._choices[choice_index].plain_stop_ids, self._tokenizer.json_texts
+        if (
+            stop_ids is None
+            or texts is None
+            or (events := self._sink.plain_events(self._first_index + choice_index)) is None
+        ):
+            return None
+        return PlainStream(
+            descriptor=events.descriptor,
+            before=events.before,
+            after=events.after,
+            texts=texts,
+            stop_ids=stop_ids,
+            last_s=last_s,
+        )
+
+    def on_written(self, choice_index: int, gaps_s: Sequence[float]) -> None:
+        self._choices[choice_index].on_written(len(gaps_s))
+        self._meter.written(choice_index, gaps_s)
+        self._sink.on_written(len(gaps_s))
+
+    def write_rest(self, rest: bytes) -> bool:
+        return self._sink.write_rest(rest)
 
     def _hold(self, delta: ChoiceDelta, held: list[SampledToken]) -> bool:
         whole = replace(delta, tokens=(*held, *delta.tokens)) if held else delta

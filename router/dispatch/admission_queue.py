@@ -79,9 +79,9 @@ class AdmittedRequest(Struct, kw_only=True, eq=False):
         elif self.num_tokens >= self.most_tokens:
             self.queue.charge(self)
 
-    def on_token(self) -> None:
-        """Charge a token that comes with nothing else."""
-        self.num_tokens += 1
+    def on_token(self, count: int = 1) -> None:
+        """Charge tokens that come with nothing else."""
+        self.num_tokens += count
         if self.num_tokens >= self.most_tokens:
             self.queue.charge(self)
 

@@ -32,10 +32,13 @@ from router.dispatch.mailbox import (
     WorkersChanged,
 )
 from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest, TokenAccount
-from router.types.session_events import AttemptEvent, AttemptReader, TokensArrived
+from router.types.session_events import AttemptEvent, AttemptReader, StreamOffer, TokensArrived
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
 from tandem.values.ids import BlockHash
 from tandem.values.outputs import FinishReason, bare_token
+
+_TOKENS_BETWEEN_OFFERS = 8
+"""Tokens after one that could not be followed by tokens written natively, until the next try."""
 
 
 class RequestRun:
@@ -56,6 +59,7 @@ class RequestRun:
         self._sink_is_full = False
         self._sink_error: Exception | None = None
         self._has_waited = False
+        self._offers_from = 0
         self._queued: dict[int, WaitingPosition] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
@@ -287,6 +291,7 @@ class RequestRun:
         return AttemptReader(
             on_event=partial(self._on_event, choice_index, attempt, is_twin),
             on_token=partial(self._on_token, choice_index, attempt, is_twin),
+            offer=partial(self._offer, attempt),
         )
 
     def _on_event(self, choice_index: int, attempt: int, is_twin: bool, event: AttemptEvent) -> None:
@@ -312,6 +317,31 @@ class RequestRun:
         except Exception as error:  # noqa: BLE001  # as in `_hand_over`
             self._sink_failed(error)
         self._mailbox.post(Recheck())
+
+    def _offer(self, attempt: int, next_index: int) -> StreamOffer | None:
+        """Offer the session to write the next tokens of a single choice itself."""
+        if next_index < self._offers_from or len(self._choices) != 1 or (sink := self._open_sink()) is None:
+            return None
+        stream = sink.plain_stream(0) if self._choices[0].expects(attempt, next_index) else None
+        if stream is None:
+            self._offers_from = next_index + _TOKENS_BETWEEN_OFFERS
+            return None
+        return StreamOffer(
+            stream=stream,
+            next_index=next_index,
+            on_written=partial(self._on_written, sink),
+            write_rest=partial(self._write_rest, sink),
+        )
+
+    def _on_written(self, sink: DeltaSink, token_ids: Sequence[int], gaps_s: Sequence[float]) -> None:
+        self._account.on_token(len(token_ids))
+        sink.on_written(0, gaps_s)
+        self._choices[0].on_written(token_ids)
+
+    def _write_rest(self, sink: DeltaSink, rest: bytes) -> None:
+        if sink.write_rest(rest):
+            self._sink_is_full = True
+            self._mailbox.post(Recheck())
 
     def _open_sink(self) -> DeltaSink | None:
         """Return the sink if tokens may go straight to it, past the mailbox."""
@@ -357,7 +387,7 @@ class _Uncounted:
     def on_delta(self, delta: ChoiceDelta) -> None:
         """Count nothing."""
 
-    def on_token(self) -> None:
+    def on_token(self, count: int = 1) -> None:
         """Count nothing."""
 
 

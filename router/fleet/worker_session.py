@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from msgspec import Struct
 
+from router.fleet.native_streams import NativeStreams
 from router.fleet.session_carriers import Connect, DirectCarrier, DirectFailed, GrpcCarrier, SessionCarrier
 from router.fleet.session_wire import (
     ProtocolError,
@@ -52,6 +53,7 @@ from router.types.session_events import (
     MigrationPlan,
     PrefillRoute,
     PromptScoringOrder,
+    StreamOffer,
     SubmitOrder,
     WorkerLost,
     WorkerPort,
@@ -89,6 +91,8 @@ class SessionSettings:
     """Submits that may wait for a slow connection."""
     max_queued_pins: int = 4096
     """Pins whose newest order may wait for a slow connection."""
+    new_native_streams: Callable[[], NativeStreams] | None = None
+    """None: all tokens are written by Python."""
 
 
 class SessionListener(Protocol):
@@ -166,6 +170,9 @@ class WorkerSession:
         self._attempts: dict[RequestId, _Attempt] = {}
         self._token_readers: dict[int, Callable[[int, int], None]] = {}
         """`on_token` of the readers of `_attempts`, by handle."""
+        self._offers: dict[int, Callable[[int], StreamOffer | None]] = {}
+        """`offer` of the readers of `_attempts`, by handle."""
+        self._native: NativeStreams | None = None
         self._num_handles = 0
         self._scorings: dict[RequestId, _Scoring] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Migrations
@@ -225,6 +232,8 @@ class WorkerSession:
             self.close()
             raise
         self._send(end_earlier_sessions_to_pb())
+        if self._settings.new_native_streams is not None:
+            self._native = self._settings.new_native_streams()
         try:
             async with asyncio.TaskGroup() as tasks:
                 ends = (tasks.create_task(self._carry(listener)), tasks.create_task(self._watch()))
@@ -292,11 +301,18 @@ class WorkerSession:
         handle = self._num_handles
         self._attempts[request_id] = _Attempt(number=number, handle=handle, reader=reader)
         self._token_readers[handle] = reader.on_token
+        self._offers[handle] = reader.offer
         return handle
 
     def _forget(self, request_id: RequestId) -> None:
-        if (attempt := self._attempts.pop(request_id, None)) is not None:
-            del self._token_readers[attempt.handle]
+        if (attempt := self._attempts.get(request_id)) is not None:
+            self._take_back(attempt.handle)
+            del self._attempts[request_id], self._token_readers[attempt.handle], self._offers[attempt.handle]
+
+    def _take_back(self, handle: int) -> None:
+        """Have the attempt's reader know of all tokens so far, and get the next one."""
+        if self._native is not None:
+            self._native.close(handle)
 
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
         """Return the live attempt; None for one that has ended or been superseded."""
@@ -361,6 +377,7 @@ class WorkerSession:
             case "transfer_failed":
                 failed = message.transfer_failed
                 if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
+                    self._take_back(attempt.handle)
                     attempt.reader.on_event(transfer_failed_from_pb(failed))
             case "draining":
                 self._drain_reason = message.draining.reason
@@ -391,15 +408,32 @@ class WorkerSession:
     def _on_columns(self, handles: Sequence[int], indexes: Sequence[int], token_ids: Sequence[int]) -> None:
         if not len(handles) == len(indexes) == len(token_ids):
             raise ProtocolError(f"columns of {len(handles)} handles, {len(indexes)} indexes, {len(token_ids)} tokens")
+        if self._native is not None:
+            self._write_columns(self._native, handles, indexes, token_ids)
+            return
         reader_of = self._token_readers.get
         for handle, index, token_id in zip(handles, indexes, token_ids, strict=True):
             if (on_token := reader_of(handle)) is not None:
                 on_token(index, token_id)
 
+    def _write_columns(
+        self, native: NativeStreams, handles: Sequence[int], indexes: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Write tokens natively where their readers have offered that, and let readers have the others."""
+        for position in native.write(handles, indexes, token_ids) if native else range(len(handles)):
+            handle = handles[position]
+            if (on_token := self._token_readers.get(handle)) is None:
+                continue
+            native.close(handle)
+            on_token(index := indexes[position], token_ids[position])
+            if (ask := self._offers.get(handle)) is not None and (offer := ask(index + 1)) is not None:
+                native.open(handle, offer)
+
     def _on_tokens(self, delta: pb.TokenDelta) -> None:
         attempt = self._attempts.get(RequestId(delta.request_id))
         if attempt is None or attempt.number != delta.attempt:
             return
+        self._take_back(attempt.handle)
         arrived = tokens_from_pb(delta)
         if arrived.finished is not None:
             self._forget(RequestId(delta.request_id))
@@ -429,8 +463,11 @@ class WorkerSession:
         self._carrier.close()
         # The registry first, so that attempts that learn of the loss do not choose the same worker again.
         listener.left(self.info.key, reason)
+        if self._native is not None:
+            self._native.close_all()
         attempts, self._attempts = self._attempts, {}
         self._token_readers.clear()
+        self._offers.clear()
         for attempt in attempts.values():
             attempt.reader.on_event(WorkerLost(reason=reason))
         scorings, self._scorings = self._scorings, {}

@@ -13,9 +13,13 @@ a sample of every tokenizer it meets.
 """
 
 import codecs
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import orjson
 
 from router.text.decoder_steps import (
     BYTE_TOKEN,
@@ -46,6 +50,30 @@ class Detokenizer(Protocol):
         """Return the text still held back: no token follows."""
         ...
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether the text of the next token is that of `JsonTexts`, if it has one there."""
+        return False
+
+
+class JsonTexts:
+    """The texts of a vocabulary as JSON strings without their quotes, in one piece of memory.
+
+    Only tokens whose text does not depend on their neighbours have one; that of all others is empty.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        escaped = [orjson.dumps(text)[1:-1] for text in texts]
+        self.text = b"".join(escaped)
+        self.offsets = array("q", [0])
+        """Where each token's text begins, and at last where the last one ends."""
+        end = 0
+        for one in escaped:
+            self.offsets.append(end := end + len(one))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
 
 class Pieces(Protocol):
     """The text of every token id of one tokenizer. Absent ids decode to nothing."""
@@ -58,9 +86,13 @@ class Pieces(Protocol):
         """Start a stream that ignores the ids in `skip`."""
         ...
 
+    def json_texts(self, special_ids: AbstractSet[int]) -> JsonTexts | None:
+        """Return the texts of the tokens that are not special; None where a text depends on other tokens."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBytes:
+class TokenBytes(Pieces):
     """The tokens of the two fast families."""
 
     data: Sequence[bytes | None]
@@ -77,8 +109,25 @@ class TokenBytes:
             return _ByteLevelStream(self, skip)
         return _SentencePieceStream(self, skip)
 
+    def json_texts(self, special_ids: AbstractSet[int]) -> JsonTexts | None:
+        runs = self.byte_runs or frozenset()
+        return JsonTexts(
+            [
+                "" if piece is None or i in special_ids or i in runs else _whole_text(piece)
+                for i, piece in enumerate(self.data)
+            ]
+        )
 
-class TokenTexts:
+
+def _whole_text(piece: bytes) -> str:
+    """Return the text of whole characters; empty for a piece that begins or ends within one."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+class TokenTexts(Pieces):
     """The tokens of any other decoder."""
 
     def __init__(self, chain: DecoderChain, tokens: Sequence[str | None]) -> None:
@@ -169,6 +218,10 @@ class _ByteLevelStream(Detokenizer):
     def flush(self) -> str:
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
+    @property
+    def holds_nothing(self) -> bool:
+        return self._is_between_characters
+
 
 class _SentencePieceStream(Detokenizer):
     """Decodes SentencePiece with byte fallback: a run of byte tokens is decoded when it ends."""
@@ -190,6 +243,10 @@ class _SentencePieceStream(Detokenizer):
 
     def flush(self) -> str:
         return self._strip(self._end_run())
+
+    @property
+    def holds_nothing(self) -> bool:
+        return not self._run and not self._to_strip
 
     def _end_run(self) -> str:
         run, self._run = bytes(self._run), bytearray()

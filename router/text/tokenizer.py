@@ -13,6 +13,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import tokenizers
 
 from router.text.chat_template import ChatTemplate, Message, check_template
 from router.text.conversation import TemplateOptions
-from router.text.detokenizer import Detokenizer, read_pieces
+from router.text.detokenizer import Detokenizer, JsonTexts, read_pieces
 from router.text.encoded_prefixes import EncodedPrefixes
 from router.text.tools import ToolDefinition
 from tandem.errors import ConfigError, InvalidRequest
@@ -190,6 +191,12 @@ class Tokenizer:
         """Start a stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: special tokens not to be
         skipped."""
         return self._pieces.detokenizer(self.special_ids - shown_ids if skip_special_tokens else frozenset())
+
+    @cached_property
+    def json_texts(self) -> JsonTexts | None:
+        """The texts of tokens that do not depend on other tokens; None where all do. Takes a while for the first
+        time."""
+        return self._pieces.json_texts(self.special_ids)
 
     def check_fits(self, vocab_size: int) -> None:
         """Check that the model embeds every token id of the tokenizer. Raises ConfigError."""

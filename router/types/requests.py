@@ -141,6 +141,29 @@ class ChoiceDelta(Struct, frozen=True):
     """Prompt tokens whose KV was reused, with the first tokens of an attempt."""
 
 
+class JsonTable(Protocol):
+    """The texts of a vocabulary, escaped for JSON, in one piece of memory; empty where they depend on other tokens."""
+
+    text: bytes
+    offsets: "array[int]"
+    """Where each token's text begins, and at last where the last one ends."""
+
+
+class PlainStream(Struct, frozen=True, kw_only=True):
+    """A stream whose next tokens may be written to its client by native code (`router.fleet.native_streams`)."""
+
+    descriptor: int
+    """The client's socket. All that was written to it before has been sent."""
+    before: bytes
+    """The beginning of each event, up to a token's text."""
+    after: bytes
+    texts: JsonTable
+    stop_ids: frozenset[int]
+    """Tokens that may end the stream: they are not written."""
+    last_s: float
+    """When its last token arrived, on `time.monotonic`."""
+
+
 class DeltaSink(Protocol):
     """Receives a request's deltas as they arrive, without a task in between."""
 
@@ -155,6 +178,18 @@ class DeltaSink(Protocol):
         """Handle a token that comes with nothing else, from the worker of its choice's last delta; as `on_delta`."""
         return self.on_delta(ChoiceDelta(choice_index, (bare_token(token_id),)))
 
+    def plain_stream(self, choice_index: int) -> PlainStream | None:
+        """Return what it takes to write the next tokens of a choice elsewhere; None where they have to come here."""
+        return None
+
+    def on_written(self, choice_index: int, gaps_s: Sequence[float]) -> None:
+        """Count tokens of a `plain_stream` that were written elsewhere, each so many seconds after the one before."""
+        return
+
+    def write_rest(self, rest: bytes) -> bool:
+        """Write the end of what the socket of a `plain_stream` did not take; as `on_delta`."""
+        return False
+
     async def ready(self) -> None:
         """Wait until there is room again. Raises the error that ends the request."""
         ...
@@ -165,8 +200,8 @@ class TokenAccount(Protocol):
 
     def on_delta(self, delta: ChoiceDelta) -> None: ...
 
-    def on_token(self) -> None:
-        """Count a token that comes with nothing else."""
+    def on_token(self, count: int = 1) -> None:
+        """Count tokens that come with nothing else."""
         ...
 
 

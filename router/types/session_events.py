@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
+from router.types.requests import PlainStream
 from router.types.worker_view import WorkerKey
 from tandem.errors import ServingError
 from tandem.telemetry.tracing import TraceContext
@@ -162,12 +163,30 @@ class MigrationPlan(Struct, frozen=True, kw_only=True):
 AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
 
 
+class StreamOffer(Struct, frozen=True, kw_only=True):
+    """Lets the session write an attempt's next tokens itself, until anything but such a token arrives."""
+
+    stream: PlainStream
+    next_index: int
+    """The next token's position in the output."""
+    on_written: Callable[[Sequence[int], Sequence[float]], None]
+    """Receives the tokens that were written, and the seconds from one to the next, before anything else happens."""
+    write_rest: Callable[[bytes], None]
+    """Receives what the client's socket did not take of the last of these tokens."""
+
+
+def _no_offer(next_index: int) -> None:
+    return None
+
+
 class AttemptReader(NamedTuple):
     """Receives what a worker sends about one attempt, in order. Neither waits nor raises."""
 
     on_event: Callable[[AttemptEvent], None]
     on_token: Callable[[int, int], None]
     """Receives a token that comes with nothing else, as most do: its position in the output, and its id."""
+    offer: Callable[[int], StreamOffer | None] = _no_offer
+    """Asks, right after a token, how the session can write the next one, at this position of the output, itself."""
 
 
 PromptScoringEvent = PromptScoresPart | AttemptRefused | WorkerLost

@@ -39,6 +39,15 @@ class TextDelta(Struct, frozen=True):
     """Prompt tokens whose KV was reused, see ChoiceDelta."""
 
 
+class PlainEvents(Struct, frozen=True):
+    """Where the events of a choice's next tokens go, which differ in their text alone."""
+
+    descriptor: int
+    before: bytes
+    """The beginning of each event, up to a JSON string's content."""
+    after: bytes
+
+
 class TextSink(Protocol):
     """Receives a client call's text as it arrives; see `router.types.requests.DeltaSink`."""
 
@@ -49,6 +58,18 @@ class TextSink(Protocol):
     def on_text(self, choice_index: int, token_id: int, text: str) -> bool:
         """Handle a token that comes with nothing else, and the text that became certain with it; as `on_delta`."""
         return self.on_delta(TextDelta(choice_index, text, (bare_token(token_id),)))
+
+    def plain_events(self, choice_index: int) -> PlainEvents | None:
+        """Return how to write the next tokens' events; None where that is more than their text, or not possible."""
+        return None
+
+    def on_written(self, count: int) -> None:
+        """Count tokens that were written as `plain_events` says."""
+        return
+
+    def write_rest(self, rest: bytes) -> bool:
+        """Write the end of what the socket of `plain_events` did not take; as `on_delta`."""
+        return False
 
     async def ready(self) -> None:
         """Wait until there is room again. Raises the error that ends the call."""
@@ -82,6 +103,15 @@ class ChoiceText:
             return None
         self._num_tokens += 1
         return self._words.push(token_id)
+
+    @property
+    def plain_stop_ids(self) -> frozenset[int] | None:
+        """Where the text of the next token is its own (`JsonTexts`): the tokens of which it is not; else None."""
+        return None if self.has_stops or not self._words.holds_nothing else self._stop_token_ids
+
+    def on_written(self, count: int) -> None:
+        """Count tokens whose text did not come through here."""
+        self._num_tokens += count
 
     def feed(self, delta: ChoiceDelta) -> TextDelta | None:
         """Turn dispatch's delta into the client's; None when there is nothing to send."""

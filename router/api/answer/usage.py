@@ -41,6 +41,11 @@ class CallUsage:
             index += one.request.num_choices
 
     @property
+    def is_single(self) -> bool:
+        """Whether the call has one choice in all."""
+        return self._expected == 1
+
+    @property
     def complete(self) -> bool:
         """Whether every choice has ended."""
         return len(self._finishes) == self._expected
@@ -50,6 +55,11 @@ class CallUsage:
         self.completion_tokens += 1
         if (thoughts := self._thoughts.get(choice_index)) is not None and not thoughts.has_ended:
             thoughts.add([token_id])
+
+    def thinks(self, choice_index: int) -> bool:
+        """Whether the choice's tokens may still be reasoning, so that each has to be looked at."""
+        thoughts = self._thoughts.get(choice_index)
+        return thoughts is not None and not thoughts.has_ended
 
     def add(self, delta: TextDelta) -> None:
         """Count a delta's tokens, and at its choice's end what the choice cost."""

@@ -286,15 +286,22 @@ class ChoiceRun:
 
         Where it does not, it has to go through `on_tokens`.
         """
-        progress = self._progress
-        token_ids = progress.token_ids
-        if not self._proven or self._assignment is None or attempt != progress.attempt or index != len(token_ids):
+        if not self.expects(attempt, index):
             return False
-        if progress.excluded:
-            # Progress, after which they may be tried again.
-            return False
-        token_ids.append(token_id)
+        self._progress.token_ids.append(token_id)
         return True
+
+    def expects(self, attempt: int, index: int) -> bool:
+        """Whether a token at this position of the running attempt's output is next, and needs nothing else."""
+        progress = self._progress
+        if not self._proven or self._assignment is None or attempt != progress.attempt:
+            return False
+        # With excluded workers it is progress, after which they may be tried again.
+        return index == len(progress.token_ids) and not progress.excluded
+
+    def on_written(self, token_ids: Sequence[int]) -> None:
+        """Record tokens that the session has written to the client itself, as `accept_token` would have."""
+        self._progress.token_ids += token_ids
 
     def on_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
         """Handle the most frequent event, as `on_event` does."""

@@ -38,6 +38,16 @@ class Link(Protocol):
         """
         ...
 
+    def descriptor(self) -> int | None:
+        """Return the connection's socket if chunks may be written to it directly: it has no TLS, all that was written
+        has been sent, and the client is there; else None. The answer holds until something else is written.
+        """
+        ...
+
+    def write_rest(self, rest: bytes) -> bool:
+        """Write what the socket did not take of a chunk that was written to it directly; as `write`."""
+        ...
+
     def whole_body(self) -> bytes | None:
         """Return the request's body if all of it has arrived and none of it was received yet."""
         ...

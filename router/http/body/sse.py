@@ -52,6 +52,14 @@ class EventStream:
         self._sending = asyncio.Lock()
         self.started = False
 
+    def descriptor(self) -> int | None:
+        """Return the client's socket, if others may write to it now: chunks, as `Link.write` does."""
+        return None if self._direct is None else self._direct.descriptor()
+
+    def write_rest(self, rest: bytes) -> bool:
+        """Write what the socket did not take of the last chunk of others; as `write`."""
+        return self._direct is not None and self._direct.write_rest(rest)
+
     async def ready(self) -> None:
         """Return when the client has read what was written."""
         async with self._sending:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
-from router.api.answer.choice_text import TextDelta, TextSink
+from router.api.answer.choice_text import PlainEvents, TextDelta, TextSink
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import timing_object
 from router.api.answer.usage import CallUsage
@@ -55,6 +55,22 @@ class SseAnswerStream(TextSink):
         self._usage.add_token(choice_index, token_id)
         event_id = self._cursor.text_id(choice_index, text) if self._has_ids else None
         return bool(text) and self._write_text(choice_index, text, event_id)
+
+    def plain_events(self, choice_index: int) -> PlainEvents | None:
+        if not (self._text_only and self._opened and self._usage.is_single) or self._has_ids:
+            return None
+        if self._usage.thinks(choice_index):
+            return None
+        if (descriptor := self._events.descriptor()) is None:
+            return None
+        around = self._text_events.get(choice_index) or self._cut(choice_index)
+        return PlainEvents(descriptor, around.before + b'"', b'"' + around.after)
+
+    def on_written(self, count: int) -> None:
+        self._usage.completion_tokens += count
+
+    def write_rest(self, rest: bytes) -> bool:
+        return self._events.write_rest(rest)
 
     def on_delta(self, delta: TextDelta) -> bool:
         self._usage.add(delta)

@@ -367,6 +367,7 @@ class _DirectLink:
     """The `router.http.body.client_link.Link` of a request to this server."""
 
     def __init__(self, protocol: Connection) -> None:
+        self._transport = protocol.transport
         self._write = protocol.transport.write
         self._flow = protocol.flow
         self._cycle: RequestResponseCycle | None = protocol.cycle
@@ -384,6 +385,20 @@ class _DirectLink:
         if self._cycle is None or self._cycle.disconnected:
             return False
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused
+
+    def descriptor(self) -> int | None:
+        transport = self._transport
+        if self._cycle is None or self._cycle.disconnected or transport.is_closing():
+            return None
+        if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is not None:
+            return None
+        return int(transport.get_extra_info("socket").fileno())
+
+    def write_rest(self, rest: bytes) -> bool:
+        if self._cycle is None or self._cycle.disconnected:
+            return False
+        self._write(rest)
         return self._flow.write_paused
 
     def whole_body(self) -> bytes | None:

@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from random import Random
 
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.connections import WorkerFleet
+from router.fleet.native_streams import NativeStreams
 from router.fleet.worker_session import SessionSettings
 from router.placement.costs import CostModel
 from router.placement.placer import Placer
@@ -131,13 +133,18 @@ def fleet_of(*workers: FakeWorker, registry: WorkerRegistry, settings: SessionSe
 
 
 @asynccontextmanager
-async def cluster(*workers: FakeWorker, settings: DispatchSettings | None = None) -> AsyncIterator[Cluster]:
+async def cluster(
+    *workers: FakeWorker,
+    settings: DispatchSettings | None = None,
+    new_native_streams: Callable[[], NativeStreams] | None = None,
+) -> AsyncIterator[Cluster]:
     """Start the workers and a router over them, and wait until they have met."""
+    session = replace(session_settings(), new_native_streams=new_native_streams)
     registry = WatchedRegistry()
     async with AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)
-        await stack.enter_async_context(fleet_of(*workers, registry=registry))
+        await stack.enter_async_context(fleet_of(*workers, registry=registry, settings=session))
         await registry.until_live(len(workers))
         observed = Observed()
         placer = Placer(registry=registry, model=CostModel(), rng=Random(2), clock=time.monotonic)

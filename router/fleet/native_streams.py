@@ -1,0 +1,148 @@
+"""Writes streamed tokens to their clients natively: one call for each message of a worker, however many streams it has.
+
+Most tokens of most streams are plain text for a plain connection, and differ from the one before in nothing but that
+text. Native code (csrc/) writes those straight from a message's columns to the clients' sockets; it keeps the few bytes
+around the text, and the texts of the vocabulary escaped for JSON. Everything else comes back to Python token by token,
+which first learns of what was written: tokens with part of a character, special tokens and those that may stop, any
+event, a client that does not read, and every `MOST_TOKENS`th token, so that no count is further behind.
+
+Without a compiler, and over TLS, all tokens go through Python, with the same bytes as the result.
+"""
+
+import ctypes
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from router.types.session_events import StreamOffer
+from tandem.native.build import NativeUnavailable, Recipe, build
+from tandem.native.library import NativeLibrary
+
+RECIPE = Recipe(
+    name="native-streams",
+    sources=Path(__file__).parent / "csrc",
+    flags=("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden"),
+)
+MOST_TOKENS = 32
+_LEAST_COLUMNS = 256
+_log = logging.getLogger(__name__)
+
+
+class NativeStreams:
+    """The streams of one session that native code writes. Belongs to one thread."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._new = library.bind("tandem_streams_new", "", "p")
+        self._free = library.bind("tandem_streams_free", "p")
+        self._open = library.bind("tandem_streams_open", "ppd", "i")
+        self._close = library.bind("tandem_streams_close", "pipp", "i")
+        self._write = library.bind("tandem_streams_write", "ppppidppp", "i")
+        self._streams: int | None = self._new()
+        self._offers: dict[int, StreamOffer] = {}
+        self._token_ids = array("q", bytes(8 * MOST_TOKENS))
+        self._gaps_s = array("d", bytes(8 * MOST_TOKENS))
+        self._left = self._unsent = array("q")
+        self._make_room(_LEAST_COLUMNS)
+        self._rests = ctypes.c_void_p()
+
+    def __bool__(self) -> bool:
+        """Whether there is any stream."""
+        return bool(self._offers)
+
+    def open(self, handle: int, offer: StreamOffer) -> None:
+        """Write the next tokens of a stream from now on; not where its socket cannot be duplicated."""
+        stream, stop_ids = offer.stream, array("q", offer.stream.stop_ids)
+        before, after, texts = stream.before, stream.after, stream.texts
+        # csrc/native_streams.cpp: Offer
+        packed = array(
+            "q",
+            (
+                handle,
+                stream.descriptor,
+                offer.next_index,
+                MOST_TOKENS,
+                _address(texts.text),
+                texts.offsets.buffer_info()[0],
+                len(texts.offsets) - 1,
+                _address(before),
+                len(before),
+                _address(after),
+                len(after),
+                stop_ids.buffer_info()[0],
+                len(stop_ids),
+            ),
+        )
+        if self._open(self._streams, packed.buffer_info()[0], stream.last_s):
+            # It also keeps the vocabulary in memory.
+            self._offers[handle] = offer
+
+    def close(self, handle: int) -> None:
+        """End a stream, if there is one, and report what was written of it."""
+        if (offer := self._offers.pop(handle, None)) is None:
+            return
+        token_ids, gaps_s = self._token_ids, self._gaps_s
+        count = self._close(self._streams, handle, token_ids.buffer_info()[0], gaps_s.buffer_info()[0])
+        if count:
+            offer.on_written(token_ids[:count].tolist(), gaps_s[:count].tolist())
+
+    def close_all(self) -> None:
+        """End all streams, as `close` does, and free the memory."""
+        for handle in list(self._offers):
+            self.close(handle)
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            self._free(streams)
+
+    def write(self, handles: Sequence[int], indexes: Sequence[int], token_ids: Sequence[int]) -> Sequence[int]:
+        """Write the tokens of a message, in columns of equal length, as far as they belong to streams that are open.
+
+        Returns the positions of the others, in order. A stream must be closed before another of its tokens is handled.
+        """
+        count = len(handles)
+        if count > len(self._left):
+            self._make_room(2 * count)
+        columns = [array("q", column) for column in (handles, indexes, token_ids)]
+        num_left = self._write(
+            self._streams,
+            *[column.buffer_info()[0] for column in columns],
+            count,
+            time.monotonic(),
+            self._left.buffer_info()[0],
+            self._unsent.buffer_info()[0],
+            ctypes.byref(self._rests),
+        )
+        left: list[int] = []
+        first = self._rests.value or 0
+        for position, num_bytes in zip(self._left[:num_left], self._unsent, strict=False):
+            if position >= 0:
+                left.append(position)
+                continue
+            # csrc/native_streams.cpp: the socket did not take all of this token.
+            rest, handle = ctypes.string_at(first, num_bytes), handles[-1 - position]
+            first += num_bytes
+            write_rest = self._offers[handle].write_rest
+            self.close(handle)
+            write_rest(rest)
+        return left
+
+    def _make_room(self, count: int) -> None:
+        self._left = array("q", bytes(8 * count))
+        self._unsent = array("q", bytes(8 * count))
+
+
+def _address(data: bytes) -> int:
+    """The address of the content, which stays while the object does."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def native_streams() -> Callable[[], NativeStreams] | None:
+    """Return what makes the streams of a session; None where native code is not to be had. Blocks while it compiles."""
+    try:
+        library = NativeLibrary(build(RECIPE))
+    except NativeUnavailable as error:
+        _log.info("tokens are written by Python: %s", error)
+        return None
+    return partial(NativeStreams, library)
