@@ -35,6 +35,17 @@ RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheel
     && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet --no-deps --no-warn-script-location --root /own wheels/*.whl \
     && ./seal.sh /own /own
 
+# Compiled here, because the image itself has no compiler.
+FROM own AS native
+ARG SOURCE_DATE_EPOCH
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && PYTHONPATH="$(echo /own/opt/tandem/lib/python3*/site-packages)" /opt/tandem/bin/python3 \
+        -m tandem.native.prebuild router.fleet.native_streams /native/opt/tandem \
+    && ./seal.sh /native /native
+
 FROM ${BASE} AS router
 ARG SOURCE_DATE_EPOCH
 ARG VERSION=0.1.0
@@ -48,6 +59,7 @@ LABEL org.opencontainers.image.title="tandem-router" \
 RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
 COPY --from=dependencies /opt/tandem /opt/tandem
 COPY --from=own /own /
+COPY --from=native /native /
 ENV PATH=/opt/tandem/bin:$PATH HOME=/tmp XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     GRPC_ENABLE_FORK_SUPPORT=0
 USER 10001:10001

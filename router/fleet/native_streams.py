@@ -35,11 +35,11 @@ class NativeStreams:
     """The streams of one session that native code writes. Belongs to one thread."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._new = library.bind("tandem_streams_new", "", "p")
-        self._free = library.bind("tandem_streams_free", "p")
-        self._open = library.bind("tandem_streams_open", "ppd", "i")
-        self._close = library.bind("tandem_streams_close", "pipp", "i")
-        self._write = library.bind("tandem_streams_write", "ppppidppp", "i")
+        self._new = library.bind("native_streams_new", "", "p")
+        self._free = library.bind("native_streams_free", "p")
+        self._open = library.bind("native_streams_open", "ppd", "i")
+        self._close = library.bind("native_streams_close", "pipp", "i")
+        self._write = library.bind("native_streams_write", "ppppidppp", "i")
         self._streams: int | None = self._new()
         self._offers: dict[int, StreamOffer] = {}
         self._token_ids = array("q", bytes(8 * MOST_TOKENS))

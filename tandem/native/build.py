@@ -1,5 +1,8 @@
 """Compiles a folder of C++ once per machine, and keeps the library in the user's cache.
 
+An installation may bring the library along, in `lib/tandem` (`tandem.native.prebuild`): the router's image does, since it
+has no compiler.
+
 The sources take raw pointers and need only system headers, so that g++ takes seconds and the result fits every process.
 Concurrent builds exclude each other by `flock`, which ends with its holder.
 """
@@ -10,6 +13,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ from pathlib import Path
 COMPILERS = ("g++", "c++")
 COMPILE_TIMEOUT_S = 300
 KEPT_LIBRARIES = 8
+PREBUILT = Path("lib/tandem")
+"""Folder of an installation for compiled libraries."""
 
 
 class NativeUnavailable(Exception):
@@ -36,6 +42,16 @@ class Recipe:
     libraries: tuple[str, ...] = ()
     """Extra arguments of the linker."""
 
+    def read_sources(self) -> tuple[tuple[str, bytes], ...]:
+        """Names and contents of all sources."""
+        found = sorted([*self.sources.glob("*.cpp"), *self.sources.glob("*.h")])
+        return tuple((file.name, file.read_bytes()) for file in found)
+
+    @property
+    def fits_all_processors(self) -> bool:
+        """Whether the library runs on other processors of the machine's kind, too."""
+        return "-march=native" not in self.flags
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildPlan:
@@ -50,9 +66,11 @@ class BuildPlan:
 def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
     """Return the compiled library, building it unless it is cached; the cache is `cache_root_of(recipe)` by default.
 
-    Concurrent processes build it once. Raises NativeUnavailable without a compiler, when the sources do not compile, or
-    when another user could have written to the cache.
+    Concurrent processes build it once; where the installation has it, none does. Raises NativeUnavailable without a
+    compiler, when the sources do not compile, or when another user could have written to the cache.
     """
+    if recipe.fits_all_processors and (ready := _prebuilt(recipe, Path(sys.prefix) / PREBUILT)).exists():
+        return ready
     plan = plan_build(recipe)
     directory = cache_root or cache_root_of(recipe)
     try:
@@ -69,6 +87,25 @@ def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
     return library
 
 
+def prebuild(recipe: Recipe, root: Path) -> Path:
+    """Compile for an installation whose files lie below `root`; return the library. Raises NativeUnavailable."""
+    if not recipe.fits_all_processors:
+        raise NativeUnavailable(f"the {recipe.name} are compiled for the processor that they run on")
+    library = _prebuilt(recipe, root / PREBUILT)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    _compile(plan_build(recipe), library.parent, library)
+    return library
+
+
+def _prebuilt(recipe: Recipe, directory: Path) -> Path:
+    digest = hashlib.sha256()
+    for part in (*recipe.flags, *recipe.libraries):
+        digest.update(part.encode() + b"\0")
+    for name, content in recipe.read_sources():
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8) + content)
+    return directory / f"{recipe.name}-{digest.hexdigest()[:24]}.so"
+
+
 def plan_build(recipe: Recipe) -> BuildPlan:
     """Read sources, compiler and processor, and derive the library's key. Raises NativeUnavailable."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
@@ -79,8 +116,7 @@ def plan_build(recipe: Recipe) -> BuildPlan:
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"the C++ compiler {compiler} does not run: {error}") from error
     digest = hashlib.sha256()
-    found = sorted([*recipe.sources.glob("*.cpp"), *recipe.sources.glob("*.h")])
-    files = tuple((file.name, file.read_bytes()) for file in found)
+    files = recipe.read_sources()
     for part in (*recipe.flags, compiler, *recipe.libraries, _processor(), *(name for name, _ in files)):
         digest.update(part.encode() + b"\0")
     for content in (version, *(content for _, content in files)):

@@ -53,6 +53,7 @@ def _look(layers: Layers, router: Image, worker: Image) -> None:
     checks = json.loads(output_of(at, router, "tandem", "doctor", "--router", "--json"))["checks"]
     _report("router: doctor", lambda: ", ".join(f"{one['name']} {one['status']}" for one in checks))
     assert "not installed" in output_of(at, router, "tandem", "version")
+    _report("router: native code", lambda: _native(at, router))
     at = layers.show(worker.layers, "look")
     _report("worker: version", lambda: output_of(at, worker, "tandem", "version").strip())
     _report("worker: SBOM names what is installed", lambda: _bill(at, worker))
@@ -62,6 +63,14 @@ def _look(layers: Layers, router: Image, worker: Image) -> None:
         "worker: CPU kernels",
         lambda: output_of(at, worker, "env", "XDG_CACHE_HOME=/tmp", "python3", "-m", "engine.kernels.cpu"),
     )
+
+
+def _native(at: Path, router: Image) -> str:
+    """Where the router finds it; it would be in the cache if it had been compiled there."""
+    program = "from router.fleet.native_streams import *; assert native_streams(); print(build(RECIPE))"
+    found = output_of(at, router, "python3", "-c", program).strip()
+    assert found.startswith("/opt/tandem/lib/tandem/native-streams-"), found
+    return found
 
 
 def _serve(layers: Layers, router: Image, worker: Image, folder: Path) -> None:

@@ -72,9 +72,9 @@ size_t send_now(int descriptor, const std::string& bytes) {
 
 }  // namespace
 
-EXPORT void* tandem_streams_new() { return new Streams; }
+EXPORT void* native_streams_new() { return new Streams; }
 
-EXPORT void tandem_streams_free(void* streams) { delete static_cast<Streams*>(streams); }
+EXPORT void native_streams_free(void* streams) { delete static_cast<Streams*>(streams); }
 
 struct Offer {
     int64_t handle, descriptor, next_index, most_tokens;
@@ -90,7 +90,7 @@ struct Offer {
 };
 
 // Returns 1, or 0 where the descriptor cannot be duplicated.
-EXPORT int64_t tandem_streams_open(void* streams, const Offer* offer, double last_s) {
+EXPORT int64_t native_streams_open(void* streams, const Offer* offer, double last_s) {
     int descriptor = fcntl(int(offer->descriptor), F_DUPFD_CLOEXEC, 0);
     if (descriptor < 0) return 0;
     auto stream = std::make_unique<Stream>();
@@ -107,7 +107,7 @@ EXPORT int64_t tandem_streams_open(void* streams, const Offer* offer, double las
 }
 
 // Ends a stream; returns the number of tokens that it has written, whose ids and gaps are copied out.
-EXPORT int64_t tandem_streams_close(void* streams, int64_t handle, int64_t* token_ids, double* gaps_s) {
+EXPORT int64_t native_streams_close(void* streams, int64_t handle, int64_t* token_ids, double* gaps_s) {
     auto& by_handle = static_cast<Streams*>(streams)->by_handle;
     auto found = by_handle.find(handle);
     if (found == by_handle.end()) return 0;
@@ -122,7 +122,7 @@ EXPORT int64_t tandem_streams_close(void* streams, int64_t handle, int64_t* toke
 // Writes the tokens of one message. `left` gets the positions of those that Python has to handle, in order. Instead,
 // -1 - p says that the socket did not take all of the chunk that ends with the token at p: Python has to write the rest,
 // whose length `unsent` gets at the same place; the rests follow each other at `*bytes`. Returns the length of `left`.
-EXPORT int64_t tandem_streams_write(void* opaque, const int64_t* handles, const int64_t* indexes,
+EXPORT int64_t native_streams_write(void* opaque, const int64_t* handles, const int64_t* indexes,
                                     const int64_t* token_ids, int64_t count, double now_s, int64_t* left,
                                     int64_t* unsent, const char** bytes) {
     Streams& streams = *static_cast<Streams*>(opaque);
