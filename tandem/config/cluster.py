@@ -245,6 +245,11 @@ class ClusterConfig(Section):
                 raise ValueError(
                     f"{name}.nodes must be 1 on Ray, got {pool.nodes}: all ranks of a worker run on one node"
                 )
+            if pool.nodes > 1 and self.engine.kv_memory == "private":
+                raise ValueError(
+                    f"engine.kv_memory must be shared where {name}.nodes is {pool.nodes}: only ranks of one machine can"
+                    " hand over KV that each has for itself"
+                )
             if pool.gpus is not None and self.ray.address is not None:
                 raise ValueError(f"{name}.gpus cannot be set on Ray, which assigns GPUs to workers")
         # On Ray workers of both pools may be on different nodes.

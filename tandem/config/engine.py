@@ -103,7 +103,7 @@ class EngineSection(PinnedShares):
     tensor parallel size of 1."""
     kv_memory: Literal["shared", "private"] = "shared"
     """Of a worker with several ranks on a CPU: one memory for their KV, or one for each rank that only this rank can
-    reach, as on GPUs. `private` is slower, and serves to test what GPUs do."""
+    reach, as on GPUs. `private` is slower, serves to test what GPUs do, and needs workers on one node each."""
     pipelined: Switch = "auto"
     """Launch a step before the previous one has ended. `auto`: on a GPU only. Never with several ranks."""
     num_threads: PositiveInt | None = None
