@@ -282,7 +282,8 @@ async def _join_workers(
 
 def _native_streams(tokenizer: Tokenizer) -> Callable[[], NativeStreams] | None:
     """Get ready to write tokens natively, if that is possible. Blocks."""
-    return None if tokenizer.json_texts is None else native_streams()
+    # Each takes a second descriptor of the router's, from the reserve that connections leave.
+    return None if tokenizer.json_texts is None else native_streams(raise_file_limit() // 8)
 
 
 def _open_limits(

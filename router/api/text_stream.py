@@ -93,22 +93,12 @@ class RequestText:
             or (events := self._sink.plain_events(self._first_index + choice_index)) is None
         ):
             return None
-        return PlainStream(
-            descriptor=events.descriptor,
-            before=events.before,
-            after=events.after,
-            texts=texts,
-            stop_ids=stop_ids,
-            last_s=last_s,
-        )
+        return PlainStream(events, texts, stop_ids, last_s)
 
     def on_written(self, choice_index: int, gaps_s: Sequence[float]) -> None:
         self._choices[choice_index].on_written(len(gaps_s))
         self._meter.written(choice_index, gaps_s)
         self._sink.on_written(len(gaps_s))
-
-    def write_rest(self, rest: bytes) -> bool:
-        return self._sink.write_rest(rest)
 
     def _hold(self, delta: ChoiceDelta, held: list[SampledToken]) -> bool:
         whole = replace(delta, tokens=(*held, *delta.tokens)) if held else delta

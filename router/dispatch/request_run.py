@@ -31,7 +31,7 @@ from router.dispatch.mailbox import (
     Superseded,
     WorkersChanged,
 )
-from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest, TokenAccount
+from router.types.requests import ChoiceDelta, DeltaSink, PlainStream, RoutedRequest, TokenAccount
 from router.types.session_events import AttemptEvent, AttemptReader, StreamOffer, TokensArrived
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
 from tandem.values.ids import BlockHash
@@ -330,18 +330,26 @@ class RequestRun:
             stream=stream,
             next_index=next_index,
             on_written=partial(self._on_written, sink),
-            write_rest=partial(self._write_rest, sink),
+            write_rest=partial(self._write_rest, stream),
         )
 
     def _on_written(self, sink: DeltaSink, token_ids: Sequence[int], gaps_s: Sequence[float]) -> None:
-        self._account.on_token(len(token_ids))
-        sink.on_written(0, gaps_s)
         self._choices[0].on_written(token_ids)
-
-    def _write_rest(self, sink: DeltaSink, rest: bytes) -> None:
-        if sink.write_rest(rest):
-            self._sink_is_full = True
+        try:
+            self._account.on_token(len(token_ids))
+            sink.on_written(0, gaps_s)
+        except Exception as error:  # noqa: BLE001  # as in `_hand_over`
+            self._sink_failed(error)
             self._mailbox.post(Recheck())
+
+    def _write_rest(self, stream: PlainStream, rest: bytes) -> None:
+        try:
+            if not stream.events.write_rest(rest):
+                return
+            self._sink_is_full = True
+        except Exception as error:  # noqa: BLE001  # as in `_hand_over`
+            self._sink_failed(error)
+        self._mailbox.post(Recheck())
 
     def _open_sink(self) -> DeltaSink | None:
         """Return the sink if tokens may go straight to it, past the mailbox."""

@@ -4,9 +4,11 @@ Most tokens of most streams are plain text for a plain connection, and differ fr
 text. Native code (csrc/) writes those straight from a message's columns to the clients' sockets; it keeps the few bytes
 around the text, and the texts of the vocabulary escaped for JSON. Everything else comes back to Python token by token,
 which first learns of what was written: tokens with part of a character, special tokens and those that may stop, any
-event, a client that does not read, and every `MOST_TOKENS`th token, so that no count is further behind.
+event, a client that does not read, and every `MOST_TOKENS`th token, or the first after `MOST_S`, so that no count is
+further behind.
 
-Without a compiler, and over TLS, all tokens go through Python, with the same bytes as the result.
+Without a compiler, over TLS, and under an event loop that holds writes back, all tokens go through Python, and clients
+see no difference.
 """
 
 import ctypes
@@ -27,17 +29,31 @@ RECIPE = Recipe(
     flags=("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden"),
 )
 MOST_TOKENS = 32
+MOST_S = 1.0
+_AGAIN_S = 1.0
+"""Pause after a socket could not be duplicated: the process has no more descriptors."""
 _LEAST_COLUMNS = 256
 _log = logging.getLogger(__name__)
+
+
+class StreamRoom:
+    """How many streams of all sessions may be written natively: each has a descriptor of its own meanwhile."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_open = 0
+        self.again_s = 0.0
+        """When to try again, on `time.monotonic`, after there was no descriptor."""
 
 
 class NativeStreams:
     """The streams of one session that native code writes. Belongs to one thread."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, room: StreamRoom) -> None:
+        self._room = room
         self._new = library.bind("native_streams_new", "", "p")
         self._free = library.bind("native_streams_free", "p")
-        self._open = library.bind("native_streams_open", "ppd", "i")
+        self._open = library.bind("native_streams_open", "ppdd", "i")
         self._close = library.bind("native_streams_close", "pipp", "i")
         self._write = library.bind("native_streams_write", "ppppidppp", "i")
         self._streams: int | None = self._new()
@@ -52,16 +68,22 @@ class NativeStreams:
         """Whether there is any stream."""
         return bool(self._offers)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another stream may be opened."""
+        room = self._room
+        return self._streams is not None and room.num_open < room.most and time.monotonic() >= room.again_s
+
     def open(self, handle: int, offer: StreamOffer) -> None:
         """Write the next tokens of a stream from now on; not where its socket cannot be duplicated."""
-        stream, stop_ids = offer.stream, array("q", offer.stream.stop_ids)
-        before, after, texts = stream.before, stream.after, stream.texts
+        events, texts, stop_ids = offer.stream.events, offer.stream.texts, array("q", offer.stream.stop_ids)
+        before, after, now_s = events.before, events.after, time.monotonic()
         # csrc/native_streams.cpp: Offer
         packed = array(
             "q",
             (
                 handle,
-                stream.descriptor,
+                events.descriptor,
                 offer.next_index,
                 MOST_TOKENS,
                 _address(texts.text),
@@ -75,14 +97,18 @@ class NativeStreams:
                 len(stop_ids),
             ),
         )
-        if self._open(self._streams, packed.buffer_info()[0], stream.last_s):
+        if self._open(self._streams, packed.buffer_info()[0], offer.stream.last_s, now_s + MOST_S):
             # It also keeps the vocabulary in memory.
             self._offers[handle] = offer
+            self._room.num_open += 1
+        else:
+            self._room.again_s = now_s + _AGAIN_S
 
     def close(self, handle: int) -> None:
         """End a stream, if there is one, and report what was written of it."""
         if (offer := self._offers.pop(handle, None)) is None:
             return
+        self._room.num_open -= 1
         token_ids, gaps_s = self._token_ids, self._gaps_s
         count = self._close(self._streams, handle, token_ids.buffer_info()[0], gaps_s.buffer_info()[0])
         if count:
@@ -104,7 +130,7 @@ class NativeStreams:
         count = len(handles)
         if count > len(self._left):
             self._make_room(2 * count)
-        columns = [array("q", column) for column in (handles, indexes, token_ids)]
+        columns = [array("Q", handles), array("q", indexes), array("q", token_ids)]
         num_left = self._write(
             self._streams,
             *[column.buffer_info()[0] for column in columns],
@@ -123,9 +149,10 @@ class NativeStreams:
             # csrc/native_streams.cpp: the socket did not take all of this token.
             rest, handle = ctypes.string_at(first, num_bytes), handles[-1 - position]
             first += num_bytes
-            write_rest = self._offers[handle].write_rest
+            offer = self._offers.get(handle)
             self.close(handle)
-            write_rest(rest)
+            if offer is not None:
+                offer.write_rest(rest)
         return left
 
     def _make_room(self, count: int) -> None:
@@ -138,11 +165,13 @@ def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def native_streams() -> Callable[[], NativeStreams] | None:
-    """Return what makes the streams of a session; None where native code is not to be had. Blocks while it compiles."""
+def native_streams(most: int) -> Callable[[], NativeStreams] | None:
+    """Return what makes the streams of each session, in all so many at a time; None where native code is not to be had.
+    Blocks while it compiles.
+    """
     try:
         library = NativeLibrary(build(RECIPE))
     except NativeUnavailable as error:
         _log.info("tokens are written by Python: %s", error)
         return None
-    return partial(NativeStreams, library)
+    return partial(NativeStreams, library, StreamRoom(most))

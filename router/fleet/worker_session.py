@@ -53,7 +53,6 @@ from router.types.session_events import (
     MigrationPlan,
     PrefillRoute,
     PromptScoringOrder,
-    StreamOffer,
     SubmitOrder,
     WorkerLost,
     WorkerPort,
@@ -168,10 +167,8 @@ class WorkerSession:
         self._carrier = carrier
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
-        self._token_readers: dict[int, Callable[[int, int], None]] = {}
-        """`on_token` of the readers of `_attempts`, by handle."""
-        self._offers: dict[int, Callable[[int], StreamOffer | None]] = {}
-        """`offer` of the readers of `_attempts`, by handle."""
+        self._readers: dict[int, AttemptReader] = {}
+        """Those of `_attempts`, by handle."""
         self._native: NativeStreams | None = None
         self._num_handles = 0
         self._scorings: dict[RequestId, _Scoring] = {}
@@ -300,14 +297,13 @@ class WorkerSession:
         self._num_handles += 1
         handle = self._num_handles
         self._attempts[request_id] = _Attempt(number=number, handle=handle, reader=reader)
-        self._token_readers[handle] = reader.on_token
-        self._offers[handle] = reader.offer
+        self._readers[handle] = reader
         return handle
 
     def _forget(self, request_id: RequestId) -> None:
         if (attempt := self._attempts.get(request_id)) is not None:
             self._take_back(attempt.handle)
-            del self._attempts[request_id], self._token_readers[attempt.handle], self._offers[attempt.handle]
+            del self._attempts[request_id], self._readers[attempt.handle]
 
     def _take_back(self, handle: int) -> None:
         """Have the attempt's reader know of all tokens so far, and get the next one."""
@@ -411,22 +407,23 @@ class WorkerSession:
         if self._native is not None:
             self._write_columns(self._native, handles, indexes, token_ids)
             return
-        reader_of = self._token_readers.get
+        reader_of = self._readers.get
         for handle, index, token_id in zip(handles, indexes, token_ids, strict=True):
-            if (on_token := reader_of(handle)) is not None:
-                on_token(index, token_id)
+            if (reader := reader_of(handle)) is not None:
+                reader.on_token(index, token_id)
 
     def _write_columns(
         self, native: NativeStreams, handles: Sequence[int], indexes: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         """Write tokens natively where their readers have offered that, and let readers have the others."""
         for position in native.write(handles, indexes, token_ids) if native else range(len(handles)):
-            handle = handles[position]
-            if (on_token := self._token_readers.get(handle)) is None:
+            handle, index = handles[position], indexes[position]
+            if (reader := self._readers.get(handle)) is None:
                 continue
             native.close(handle)
-            on_token(index := indexes[position], token_ids[position])
-            if (ask := self._offers.get(handle)) is not None and (offer := ask(index + 1)) is not None:
+            reader.on_token(index, token_ids[position])
+            # It may have ended its attempt.
+            if native.has_room and handle in self._readers and (offer := reader.offer(index + 1)) is not None:
                 native.open(handle, offer)
 
     def _on_tokens(self, delta: pb.TokenDelta) -> None:
@@ -466,8 +463,7 @@ class WorkerSession:
         if self._native is not None:
             self._native.close_all()
         attempts, self._attempts = self._attempts, {}
-        self._token_readers.clear()
-        self._offers.clear()
+        self._readers.clear()
         for attempt in attempts.values():
             attempt.reader.on_event(WorkerLost(reason=reason))
         scorings, self._scorings = self._scorings, {}

@@ -149,14 +149,22 @@ class JsonTable(Protocol):
     """Where each token's text begins, and at last where the last one ends."""
 
 
-class PlainStream(Struct, frozen=True, kw_only=True):
-    """A stream whose next tokens may be written to its client by native code (`router.fleet.native_streams`)."""
+class PlainEvents(Struct, frozen=True):
+    """Where the events of a choice's next tokens go, which differ in their text alone, and what surrounds that."""
 
     descriptor: int
     """The client's socket. All that was written to it before has been sent."""
+    write_rest: Callable[[bytes], bool]
+    """Writes what the socket did not take; returns whether the client has to read before more is written."""
     before: bytes
-    """The beginning of each event, up to a token's text."""
+    """The beginning of each event, up to the content of a JSON string."""
     after: bytes
+
+
+class PlainStream(Struct, frozen=True):
+    """A stream whose next tokens may be written to its client by native code (`router.fleet.native_streams`)."""
+
+    events: PlainEvents
     texts: JsonTable
     stop_ids: frozenset[int]
     """Tokens that may end the stream: they are not written."""
@@ -185,10 +193,6 @@ class DeltaSink(Protocol):
     def on_written(self, choice_index: int, gaps_s: Sequence[float]) -> None:
         """Count tokens of a `plain_stream` that were written elsewhere, each so many seconds after the one before."""
         return
-
-    def write_rest(self, rest: bytes) -> bool:
-        """Write the end of what the socket of a `plain_stream` did not take; as `on_delta`."""
-        return False
 
     async def ready(self) -> None:
         """Wait until there is room again. Raises the error that ends the request."""

@@ -164,7 +164,8 @@ AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
 
 
 class StreamOffer(Struct, frozen=True, kw_only=True):
-    """Lets the session write an attempt's next tokens itself, until anything but such a token arrives."""
+    """Lets the session write an attempt's next tokens itself, until anything but such a token arrives. Neither
+    function waits nor raises."""
 
     stream: PlainStream
     next_index: int

@@ -1,7 +1,6 @@
 """Compiles a folder of C++ once per machine, and keeps the library in the user's cache.
 
-An installation may bring the library along, in `lib/tandem` (`tandem.native.prebuild`): the router's image does, since it
-has no compiler.
+An installation may bring the library along, in `lib/tandem` (`tandem.native.prebuild`), as the router's image does.
 
 The sources take raw pointers and need only system headers, so that g++ takes seconds and the result fits every process.
 Concurrent builds exclude each other by `flock`, which ends with its holder.
@@ -43,8 +42,10 @@ class Recipe:
     """Extra arguments of the linker."""
 
     def read_sources(self) -> tuple[tuple[str, bytes], ...]:
-        """Names and contents of all sources."""
+        """Names and contents of all sources. Raises NativeUnavailable where there are none."""
         found = sorted([*self.sources.glob("*.cpp"), *self.sources.glob("*.h")])
+        if not found:
+            raise NativeUnavailable(f"the sources of the {self.name} are missing in {self.sources}")
         return tuple((file.name, file.read_bytes()) for file in found)
 
     @property
@@ -94,6 +95,7 @@ def prebuild(recipe: Recipe, root: Path) -> Path:
     library = _prebuilt(recipe, root / PREBUILT)
     library.parent.mkdir(parents=True, exist_ok=True)
     _compile(plan_build(recipe), library.parent, library)
+    library.chmod(0o644)  # it is installed by one user and used by others
     return library
 
 

@@ -10,7 +10,7 @@ from router.api.request.client_request import PreparedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import Tokenizer
 from router.types.prompt_logprobs import ScoredPrompt
-from router.types.requests import ChoiceDelta, ChoiceFinish
+from router.types.requests import ChoiceDelta, ChoiceFinish, PlainEvents
 from router.types.stream_position import ChoicePosition
 from tandem.errors import InternalError
 from tandem.values.ids import Incarnation
@@ -39,15 +39,6 @@ class TextDelta(Struct, frozen=True):
     """Prompt tokens whose KV was reused, see ChoiceDelta."""
 
 
-class PlainEvents(Struct, frozen=True):
-    """Where the events of a choice's next tokens go, which differ in their text alone."""
-
-    descriptor: int
-    before: bytes
-    """The beginning of each event, up to a JSON string's content."""
-    after: bytes
-
-
 class TextSink(Protocol):
     """Receives a client call's text as it arrives; see `router.types.requests.DeltaSink`."""
 
@@ -66,10 +57,6 @@ class TextSink(Protocol):
     def on_written(self, count: int) -> None:
         """Count tokens that were written as `plain_events` says."""
         return
-
-    def write_rest(self, rest: bytes) -> bool:
-        """Write the end of what the socket of `plain_events` did not take; as `on_delta`."""
-        return False
 
     async def ready(self) -> None:
         """Wait until there is room again. Raises the error that ends the call."""

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -31,14 +32,15 @@ struct Stream {
     int64_t next_index;
     int64_t most_tokens;
     int descriptor;  // a duplicate of its own: whoever closes the connection, no other one gets its number meanwhile
-    double last_s;
+    double last_s, ends_s;
     std::vector<int64_t> token_ids;
     std::vector<double> gaps_s;
 
     ~Stream() { close(descriptor); }
 
-    bool takes(int64_t index, int64_t token_id) const {
-        if (index != next_index || most_tokens == 0 || token_id < 0 || token_id >= table.size) return false;
+    bool takes(int64_t index, int64_t token_id, double now_s) const {
+        if (index != next_index || most_tokens == 0 || now_s >= ends_s) return false;
+        if (token_id < 0 || token_id >= table.size) return false;
         for (int64_t stop : stop_ids)
             if (stop == token_id) return false;
         return table.offsets[token_id] != table.offsets[token_id + 1];
@@ -90,7 +92,7 @@ struct Offer {
 };
 
 // Returns 1, or 0 where the descriptor cannot be duplicated.
-EXPORT int64_t native_streams_open(void* streams, const Offer* offer, double last_s) {
+EXPORT int64_t native_streams_open(void* streams, const Offer* offer, double last_s, double ends_s) {
     int descriptor = fcntl(int(offer->descriptor), F_DUPFD_CLOEXEC, 0);
     if (descriptor < 0) return 0;
     auto stream = std::make_unique<Stream>();
@@ -102,15 +104,15 @@ EXPORT int64_t native_streams_open(void* streams, const Offer* offer, double las
     stream->next_index = offer->next_index;
     stream->most_tokens = offer->most_tokens;
     stream->last_s = last_s;
+    stream->ends_s = ends_s;
     static_cast<Streams*>(streams)->by_handle[offer->handle] = std::move(stream);
     return 1;
 }
 
-// Ends a stream; returns the number of tokens that it has written, whose ids and gaps are copied out.
+// Ends a stream, which must be there; returns the number of tokens that it has written, whose ids and gaps are copied out.
 EXPORT int64_t native_streams_close(void* streams, int64_t handle, int64_t* token_ids, double* gaps_s) {
     auto& by_handle = static_cast<Streams*>(streams)->by_handle;
     auto found = by_handle.find(handle);
-    if (found == by_handle.end()) return 0;
     const Stream& stream = *found->second;
     std::copy(stream.token_ids.begin(), stream.token_ids.end(), token_ids);
     std::copy(stream.gaps_s.begin(), stream.gaps_s.end(), gaps_s);
@@ -130,7 +132,7 @@ EXPORT int64_t native_streams_write(void* opaque, const int64_t* handles, const 
     int64_t num_left = 0;
     for (int64_t i = 0; i < count;) {
         auto found = streams.by_handle.find(handles[i]);
-        if (found == streams.by_handle.end() || !found->second->takes(indexes[i], token_ids[i])) {
+        if (found == streams.by_handle.end() || !found->second->takes(indexes[i], token_ids[i], now_s)) {
             // Until Python has handled it, later tokens of this stream are not next.
             left[num_left++] = i++;
             continue;
@@ -141,7 +143,7 @@ EXPORT int64_t native_streams_write(void* opaque, const int64_t* handles, const 
         do {
             stream.accept(token_ids[i], now_s, streams.body);
             last = i++;
-        } while (i < count && handles[i] == handles[last] && stream.takes(indexes[i], token_ids[i]));
+        } while (i < count && handles[i] == handles[last] && stream.takes(indexes[i], token_ids[i], now_s));
         char head[24];
         int length = snprintf(head, sizeof head, "%zx\r\n", streams.body.size());
         streams.chunk.assign(head, size_t(length));

@@ -45,20 +45,13 @@ class EventStream:
         self._start = start
         self._timeout_s = write_timeout_s
         self._held: list[bytes] = []
-        self._direct: Link | None = None
+        self.direct: Link | None = None
+        """Once events are sent at once: where."""
         # No method of this stream, which would refer to itself and wait for a collection.
         self.write: Callable[[bytes], bool] = partial(_hold, self._held)
         """Writes one or more events without waiting; returns whether to await `ready` before the next."""
         self._sending = asyncio.Lock()
         self.started = False
-
-    def descriptor(self) -> int | None:
-        """Return the client's socket, if others may write to it now: chunks, as `Link.write` does."""
-        return None if self._direct is None else self._direct.descriptor()
-
-    def write_rest(self, rest: bytes) -> bool:
-        """Write what the socket did not take of the last chunk of others; as `write`."""
-        return self._direct is not None and self._direct.write_rest(rest)
 
     async def ready(self) -> None:
         """Return when the client has read what was written."""
@@ -66,9 +59,9 @@ class EventStream:
             if self._held:
                 await self._send_body(self._take_held(), more=True)
                 if self._link is not None:
-                    self._direct, self.write = self._link, self._link.write
-            if self._direct is not None and self._direct.is_paused:
-                await within_write_timeout(self._direct.drain(), self._timeout_s)
+                    self.direct, self.write = self._link, self._link.write
+            if self.direct is not None and self.direct.is_paused:
+                await within_write_timeout(self.direct.drain(), self._timeout_s)
 
     async def end(self, closing: bytes) -> None:
         """Write the end mark."""

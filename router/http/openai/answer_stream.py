@@ -10,13 +10,14 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
-from router.api.answer.choice_text import PlainEvents, TextDelta, TextSink
+from router.api.answer.choice_text import TextDelta, TextSink
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import timing_object
 from router.api.answer.usage import CallUsage
 from router.http.body.sse import EventStream, event
 from router.http.openai.answers import AnswerFormat
 from router.http.openai.usage import usage_object
+from router.types.requests import PlainEvents
 
 
 class StreamExtras(Struct, frozen=True, kw_only=True):
@@ -57,20 +58,17 @@ class SseAnswerStream(TextSink):
         return bool(text) and self._write_text(choice_index, text, event_id)
 
     def plain_events(self, choice_index: int) -> PlainEvents | None:
+        # Several choices share a connection. A stream with ids may be continued elsewhere without notice from here.
         if not (self._text_only and self._opened and self._usage.is_single) or self._has_ids:
             return None
-        if self._usage.thinks(choice_index):
-            return None
-        if (descriptor := self._events.descriptor()) is None:
+        link = self._events.direct
+        if link is None or self._usage.thinks(choice_index) or (descriptor := link.descriptor()) is None:
             return None
         around = self._text_events.get(choice_index) or self._cut(choice_index)
-        return PlainEvents(descriptor, around.before + b'"', b'"' + around.after)
+        return PlainEvents(descriptor, link.write_rest, around.before + b'"', b'"' + around.after)
 
     def on_written(self, count: int) -> None:
         self._usage.completion_tokens += count
-
-    def write_rest(self, rest: bytes) -> bool:
-        return self._events.write_rest(rest)
 
     def on_delta(self, delta: TextDelta) -> bool:
         self._usage.add(delta)

@@ -6,9 +6,7 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -16,95 +14,31 @@ import httpx
 import pytest
 
 from router.fleet.native_streams import MOST_TOKENS, NativeStreams, native_streams
-from router.http.app import create_app
-from router.http.server.http_server import HttpServer
-from router.types.requests import PlainStream
+from router.types.requests import PlainEvents, PlainStream
 from router.types.session_events import StreamOffer
 from tandem.v1 import session_pb2 as pb
 from tandem.values.outputs import FinishReason
 from tests.support.fake_worker import FakeWorker, Script, Submission
-from tests.support.router.cluster import Cluster, cluster
+from tests.support.router.native_world import CountedStreams, text_of, world
 from tests.support.router.servers import fakes
 
-WAIT_S = 30.0
 TEXT = 'the "quick" brown fox,\n\tnaïve café 漢字 😀 jumps\\over <b>the</b> lazy dog \u2028 ' * 8
+STOP = fakes.make_tokenizer().encode(TEXT)[-3]
+"""A token that comes again and again in the text."""
 BODY = {"prompt": "hello", "max_tokens": 500, "stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
 def new_streams() -> Callable[[], NativeStreams]:
-    found = native_streams()
+    found = native_streams(1000)
     assert found is not None, "there is no C++ compiler here"
     return found
-
-
-class CountedStreams(NativeStreams):
-    """Counts the tokens that were written natively, and those that Python had to finish."""
-
-    num_written = num_rests = 0
-
-    def open(self, handle: int, offer: StreamOffer) -> None:
-        def on_written(token_ids: Sequence[int], gaps_s: Sequence[float]) -> None:
-            CountedStreams.num_written += len(token_ids)
-            assert len(gaps_s) == len(token_ids) <= MOST_TOKENS
-            assert min(gaps_s) >= 0.0
-            offer.on_written(token_ids, gaps_s)
-
-        def write_rest(rest: bytes) -> None:
-            CountedStreams.num_rests += 1
-            offer.write_rest(rest)
-
-        super().open(
-            handle,
-            StreamOffer(
-                stream=offer.stream,
-                next_index=offer.next_index,
-                on_written=on_written,
-                write_rest=write_rest,
-            ),
-        )
 
 
 @pytest.fixture
 def counted(new_streams: Any) -> Callable[[], NativeStreams]:
     CountedStreams.num_written = CountedStreams.num_rests = 0
     return lambda: CountedStreams(*new_streams.args)
-
-
-@dataclass
-class World:
-    """A router over one worker, with an HTTP server."""
-
-    core: Cluster
-    parts: fakes.Servers
-    http: HttpServer
-    address: tuple[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.address = ("127.0.0.1", self.http.port)
-
-    async def answer(self, body: dict[str, Any]) -> list[Any]:
-        """Return the events of a stream, without what differs between two runs."""
-        url = f"http://127.0.0.1:{self.http.port}/v1/completions"
-        async with (
-            httpx.AsyncClient(timeout=WAIT_S, trust_env=False) as client,
-            client.stream("POST", url, json=body) as response,
-        ):
-            assert response.status_code == 200, await response.aread()
-            *lines, last = (await response.aread()).decode().removesuffix("\n\n").split("\n\n")
-        assert last == "data: [DONE]"
-        events = [json.loads(line.removeprefix("data: ")) for line in lines]
-        return [{key: one[key] for key in one if key not in ("id", "created")} for one in events]
-
-
-@asynccontextmanager
-async def world(script: Script, new: Callable[[], NativeStreams] | None) -> AsyncIterator[World]:
-    parts = fakes.make_servers(fakes.make_tokenizer(), clock=time.monotonic)
-    worker = FakeWorker("d0", script=script)
-    async with asyncio.timeout(WAIT_S), cluster(worker, new_native_streams=new) as core:
-        app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as http:
-            yield World(core, parts, http)
 
 
 def says(ids: Sequence[int], rng: Random) -> Script:
@@ -132,16 +66,12 @@ def says(ids: Sequence[int], rng: Random) -> Script:
     return script
 
 
-def texts_of(events: list[Any]) -> str:
-    return "".join(choice["text"] for one in events for choice in one["choices"])
-
-
 @pytest.mark.parametrize(
     ("more", "is_native"),
     [
         ({}, True),
         ({"stream_options": {"include_usage": False}}, True),
-        ({"stop_token_ids": [ord("q")]}, True),
+        ({"stop_token_ids": [STOP], "min_tokens": 70}, True),
         ({"n": 2}, False),
         ({"prompt": ["a", "b"]}, False),
         ({"stop": ["never there"]}, False),
@@ -157,11 +87,11 @@ async def test_streams_are_those_that_python_writes(
     for seed in range(3):
         seen = []
         for new in (None, counted):
-            async with world(says(ids, Random(seed)), new) as made:
+            async with world(FakeWorker("d0", script=says(ids, Random(seed))), new=new) as made:
                 events = await made.answer(BODY | more)
                 metrics = made.parts.metrics
                 counts = (metrics.generation_tokens.value, sum(metrics.itl.counts), metrics.answer_size.counts)
-                seen.append((texts_of(events), [one for one in events if not texts_of([one])], counts))
+                seen.append((text_of(events), [one for one in events if not text_of([one])], counts))
                 made.core.assert_idle()
         assert seen[0] == seen[1]
         if "n" not in more and "prompt" not in more:
@@ -195,7 +125,7 @@ async def test_clients_that_do_not_read_get_everything_in_order(counted: Callabl
                 is_full.set()
         submission.give([], first_index=len(gave), finish=FinishReason.STOP)
 
-    async with world(script, counted) as made:
+    async with world(FakeWorker("d0", script=script), new=counted) as made:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.setblocking(False)
@@ -210,7 +140,7 @@ async def test_clients_that_do_not_read_get_everything_in_order(counted: Callabl
         writer.close()
         made.core.assert_idle()
     events = [json.loads(line[6:]) for line in _unchunked(received).split(b"\n\n") if line.startswith(b"data: {")]
-    assert texts_of(events) == fakes.make_tokenizer().decode(gave)
+    assert text_of(events) == fakes.make_tokenizer().decode(gave)
 
 
 def _unchunked(received: bytes) -> bytes:
@@ -244,13 +174,13 @@ async def test_clients_that_leave_end_their_streams(counted: Callable[[], Native
             await asyncio.sleep(0.001)
         ended.set()
 
-    async with world(script, counted) as made:
+    async with world(FakeWorker("d0", script=script), new=counted) as made:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             ended.clear()
             url = f"http://127.0.0.1:{made.http.port}/v1/completions"
             async with (
-                httpx.AsyncClient(timeout=WAIT_S, trust_env=False) as client,
+                httpx.AsyncClient(timeout=120.0, trust_env=False) as client,
                 client.stream("POST", url, json=BODY | {"ignore_eos": True}) as response,
             ):
                 lines = response.aiter_lines()
@@ -275,14 +205,8 @@ class Written:
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         table = type("Table", (), {"text": b"".join(texts), "offsets": offsets})()
-        stream = PlainStream(
-            descriptor=self.here.fileno(),
-            before=b"<",
-            after=b">",
-            texts=table,
-            stop_ids=frozenset(changes.get("stop_ids", ())),
-            last_s=time.monotonic(),
-        )
+        events = PlainEvents(self.here.fileno(), lambda rest: False, b"<", b">")
+        stream = PlainStream(events, table, frozenset(changes.get("stop_ids", ())), time.monotonic())
         streams.open(
             handle,
             StreamOffer(
@@ -399,4 +323,4 @@ def test_more_columns_than_ever_before(streams: NativeStreams) -> None:
 
 def test_no_streams_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert native_streams() is None
+    assert native_streams(1000) is None

@@ -2,18 +2,24 @@
 
 import asyncio
 import logging
+import socket
 import sys
+import time
 from array import array
 from collections import deque
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
+from router.fleet.native_streams import native_streams
 from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
-from router.types.session_events import AttemptReader, PrefillRoute, SubmitOrder
+from router.types.requests import PlainEvents, PlainStream
+from router.types.session_events import AttemptReader, PrefillRoute, StreamOffer, SubmitOrder
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_map import PrefixMap
 from tandem.backoff import Backoff
@@ -364,6 +370,64 @@ async def test_columns_reach_live_attempts_only() -> None:
         async with asyncio.timeout(20.0):
             await has_last.wait()
         assert received == {"a": [(0, 10), (5, 15)], "b": [], "c": [], "c2": [(3, 13)]}
+
+
+@pytest.mark.parametrize("ends_by", ["tokens", "transfer_failed", "refused", "cancel", "end of the session"])
+async def test_reader_knows_of_natively_written_tokens_before_anything_else(ends_by: str) -> None:
+    worker = FakeWorker("d0", script=hold)
+    here, there = socket.socketpair()
+    log: list[Any] = []
+    heard = asyncio.Event()
+    texts = SimpleNamespace(text=b"ab", offsets=array("q", [0, 1, 2]))
+
+    def note(what: Any) -> None:
+        log.append(what)
+        heard.set()
+
+    async def logged(count: int) -> None:
+        while len(log) < count:
+            heard.clear()
+            await heard.wait()
+
+    def offer(next_index: int) -> StreamOffer:
+        events = PlainEvents(here.fileno(), lambda rest: False, b"<", b">")
+        stream = PlainStream(events, texts, frozenset(), time.monotonic())
+        return StreamOffer(
+            stream=stream, next_index=next_index, on_written=lambda ids, gaps: note(ids), write_rest=note
+        )
+
+    reader = AttemptReader(
+        on_event=lambda event: note(type(event).__name__), on_token=lambda index, _id: note(index), offer=offer
+    )
+    with here, there:
+        async with cluster(worker, new_native_streams=native_streams(9)) as router, asyncio.timeout(20.0):
+            (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
+            assert port is not None
+            port.submit(_order("r-0", attempt=1), reader)
+            attempt = await worker.submissions.get()
+            attempt.give([1], first_index=3)
+            await logged(1)
+            for index in (4, 5):
+                attempt.give([1], first_index=index)
+            there.setblocking(False)
+            for _ in range(2):
+                assert await asyncio.get_running_loop().sock_recv(there, 8) == b"3\r\n<b>\r\n"
+            assert log == [3]
+            match ends_by:
+                case "tokens":
+                    attempt.give([1, 0], first_index=6)
+                case "transfer_failed":
+                    attempt.fail_transfer("another")
+                case "refused":
+                    attempt.refuse("Overloaded")
+                case "cancel":
+                    port.cancel(RequestId("r-0"), 1)
+                case _:
+                    await worker.crash()
+            await logged(2 if ends_by == "cancel" else 3)
+    assert log[:2] == [3, [1, 1]]
+    names = {"tokens": "TokensArrived", "transfer_failed": "TransferFailed", "refused": "AttemptRefused"}
+    assert log[2:3] == ([] if ends_by == "cancel" else [names.get(ends_by, "WorkerLost")])
 
 
 @both_carriers
