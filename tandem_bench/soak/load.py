@@ -99,7 +99,9 @@ class SoakLoad:
         answer = await self._post("/v1/chat/completions", {"messages": dialogue, "max_tokens": 12})
         message = answer["choices"][0]["message"]
         if len(dialogue) < 2 * _MAX_TURNS:
-            self._dialogues.append([*dialogue, {"role": "assistant", "content": message["content"]}])
+            # A model without training in conversation may write NUL, which is refused in what clients send.
+            answer = message["content"].replace("\0", "")
+            self._dialogues.append([*dialogue, {"role": "assistant", "content": answer}])
 
     async def _stream(self) -> None:
         lines = await self._stream_lines({"prompt": self._story(), "max_tokens": 24, "ignore_eos": True}, 1 << 30)
