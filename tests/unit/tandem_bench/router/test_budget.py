@@ -51,7 +51,7 @@ def test_divided_time_adds_up() -> None:
 @pytest.mark.turn(1)
 def test_budget_of_a_running_router_has_every_large_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request, token = measure(requests=800, streams=64)
-    for one, stages in ((request, ("placement", "admission", "dispatch")), (token, ("dispatch", "answer"))):
+    for one, stages in ((request, ("placement", "admission", "dispatch")), (token, ("session with workers",))):
         assert all(one.by_stage[stage] > 0.0 for stage in stages), one.by_stage
         # Anything that grows here has no stage yet.
         assert one.by_stage.get(REST, 0.0) < 0.5 * one.total_us
@@ -64,9 +64,14 @@ def test_budget_of_a_running_router_has_every_large_stage(tmp_path: Path, monkey
     assert sorted(file.name for file in tmp_path.iterdir()) == ["chat-request.svg", "streamed-token.svg"]
 
 
-def test_calls_for_a_request_and_a_token_stay_few() -> None:
+@pytest.mark.parametrize(("has_compiler", "most"), [(True, 8.0), (False, 20.0)])
+def test_calls_for_a_request_and_a_token_stay_few(
+    has_compiler: bool, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a processor whose cache holds little of the router, every call costs as much as a hundred in a loop."""
+    if not has_compiler:
+        monkeypatch.setenv("PATH", "/nowhere")  # so tokens are written by Python
     request, token = count_calls(requests=200, streams=64)
     assert 300.0 < request.total < 600.0, request
-    assert 8.0 < token.total < 20.0, token
+    assert 0.4 * most < token.total < most, token
     assert request.by_stage.get(REST, 0.0) < 100.0, "what grows here has no stage yet"
