@@ -301,9 +301,10 @@ class WorkerSession:
         return handle
 
     def _forget(self, request_id: RequestId) -> None:
-        if (attempt := self._attempts.get(request_id)) is not None:
+        if (attempt := self._attempts.pop(request_id, None)) is not None:
+            # First: what hears of the tokens may end the attempt as well.
+            del self._readers[attempt.handle]
             self._take_back(attempt.handle)
-            del self._attempts[request_id], self._readers[attempt.handle]
 
     def _take_back(self, handle: int) -> None:
         """Have the attempt's reader know of all tokens so far, and get the next one."""
