@@ -40,6 +40,7 @@ class Arithmetic(Enum):
     """Storage and multiplication of weights; the values are parts of the C functions' names."""
 
     BF16 = "bf16"  # on AMX tiles
+    BF16_DOT = "bf16_dot"  # by AVX-512's dot product of pairs, which takes what is below 2^-126 for zero
     BF16_VECTORS = "bf16_vectors"  # multiplied as floats, which is exact
     INT8 = "int8"  # on AMX tiles; bf16 in and out; weights per output column, inputs per row, both symmetric
     FLOAT32 = "f32"
@@ -209,7 +210,9 @@ def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantize: bool
     if dtype is not torch.bfloat16:
         raise ValueError(f"{dtype} weights cannot be packed{' as int8' if quantize else ''}")
     if not quantize:
-        return Arithmetic.BF16 if supports(features, Arithmetic.BF16) else Arithmetic.BF16_VECTORS
+        if supports(features, Arithmetic.BF16):
+            return Arithmetic.BF16
+        return Arithmetic.BF16_DOT if features.fast_bf16_dot else Arithmetic.BF16_VECTORS
     if not supports(features, Arithmetic.INT8):
         raise KernelsUnavailable("the processor has no AMX for int8 projections")
     return Arithmetic.INT8
@@ -220,6 +223,8 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
     match arithmetic:
         case Arithmetic.BF16:
             return features.amx_bf16
+        case Arithmetic.BF16_DOT:
+            return features.avx512_bf16
         case Arithmetic.INT8:
             return features.amx_int8
         case _:

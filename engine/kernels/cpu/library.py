@@ -26,6 +26,7 @@ class CpuFeatures:
     avx512_vnni: bool
     amx_bf16: bool
     amx_int8: bool
+    fast_bf16_dot: bool  # AVX-512's dot product of bf16 pairs, and it multiplies faster than float multiply-adds do
 
     @classmethod
     def from_bits(cls, bits: int) -> "CpuFeatures":

@@ -164,6 +164,7 @@ def _contenders(
     found: list[tuple[str, float, Callable[[], Projection]]] = []
     ours = {
         "amx bf16": (1.0, Arithmetic.BF16),
+        "dot bf16": (1.0, Arithmetic.BF16_DOT),
         "vectors bf16": (1.0, Arithmetic.BF16_VECTORS),
         "amx int8": (0.5, Arithmetic.INT8),
     }

@@ -1,5 +1,5 @@
 // bf16 matrix products for processors without AMX: weights are read as bf16 and multiplied as floats, which is exact.
-// Where AVX-512 has a bf16 dot product it takes twice as long as float multiply-adds, and rounds in an order of its own.
+// Where AVX-512 has a bf16 dot product that is faster, gemm_bf16_dot.cpp takes its place.
 #include "vector_product.h"
 
 using namespace tandem;

@@ -1,13 +1,14 @@
 // Matrix products on vector registers whose results do not depend on the batch: every output element is one chain of
-// fused multiply-adds over the depth, in order, whatever the number of rows and threads.
+// fused multiply-adds, or of dot products of two elements, over the depth, in order, whatever the number of rows and
+// threads.
 //
-// Weights are packed as [panel of 32 columns][depth][32]. A block of rows times one panel lives in registers. How the
-// weights reach it depends on the number of rows:
+// Weights are packed as [panel of 32 columns][line], a line being one or two elements of the depth for each column. A
+// block of rows times one panel lives in registers. How the weights reach it depends on the number of rows:
 // - those of one block: the panel is read as it is stored, once, from memory, and several panels are computed at once
 //   where the latency of the chains would be the bottleneck;
 // - some: a segment of the depth at a time, which stays in L1 for all blocks while the next one comes from memory;
-// - many, where reading no longer matters: the whole panel as floats, which stay in L2, so that weights of fewer bits are
-//   converted once.
+// - many, where reading no longer matters: the whole panel in the form that is multiplied, which stays in L2, so that
+//   weights of fewer bits are converted once.
 #pragma once
 
 #include <algorithm>
@@ -30,14 +31,22 @@ constexpr int kLineRegisters = kPanel / kRegisterLanes;
 
 constexpr int64_t kLinesAhead = 48;         // prefetch distance
 constexpr int64_t kThreadWork = 64 * 1024;  // multiply-adds below which a second thread costs more than it saves
-constexpr int64_t kChunkRows = 256;         // rows whose floats are made, and whose sums are kept, at a time
+constexpr int64_t kChunkRows = 256;         // rows that are converted, and whose sums are kept, at a time
 constexpr int64_t kSomeRows = 32;
 constexpr int64_t kSegmentBytes = 16 * 1024;
 constexpr int64_t kMostSums = 12 * kPanel;  // of a block
 
-// A line: one element of the depth of each of a panel's columns. How it is stored, and its columns as floats.
+// Two neighbours of a row.
+struct Pair {
+  Bfloat16 low, high;
+};
+
+// How a line is stored, what it is multiplied by, and its columns in registers.
 struct FloatLines {
   using Stored = float;
+  using Expanded = FloatLines;  // for many rows
+  using Element = float;        // of a row, that a line is multiplied by
+  static constexpr int64_t kDepth = 1;
   static constexpr int64_t kBytes = kPanel * 4;
 
   // The columns of register `i`.
@@ -45,12 +54,18 @@ struct FloatLines {
     return load_register(reinterpret_cast<const float*>(line) + i * kRegisterLanes);
   }
 
+  TANDEM_INLINE Register splat(const float* x) { return splat_register(*x); }
+
+  TANDEM_INLINE Register multiply_add(Register x, Register weights, Register sum) {
+    return fused_register(x, weights, sum);
+  }
+
   // Position of a column within its line.
   static int64_t position(int64_t column) { return column; }
 };
 
 // Columns c and c + 16 share a word: one instruction makes either of them a float.
-struct Bfloat16Lines {
+struct Bfloat16Lines : FloatLines {
   using Stored = uint16_t;
   static constexpr int64_t kBytes = kPanel * 2;
 
@@ -64,21 +79,63 @@ struct Bfloat16Lines {
   static int64_t position(int64_t column) { return column % 16 * 2 + column / 16; }
 };
 
+#ifdef __AVX512BF16__
+// Two elements of each column share a word, and one instruction adds both products. It takes what is below 2^-126 for
+// zero.
+struct Bfloat16Pairs {
+  using Stored = uint16_t;
+  using Expanded = Bfloat16Pairs;
+  using Element = Pair;
+  static constexpr int64_t kDepth = 2;
+  static constexpr int64_t kBytes = kPanel * 4;
+
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    Register words;
+    std::memcpy(&words, line + i * static_cast<int64_t>(sizeof words), sizeof words);
+    return words;
+  }
+
+  TANDEM_INLINE Register splat(const Pair* x) {
+    float word;
+    std::memcpy(&word, x, sizeof word);
+    return (Register)_mm512_broadcastss_ps(_mm_load_ss(&word));
+  }
+
+  TANDEM_INLINE Register multiply_add(Register x, Register weights, Register sum) {
+    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+  }
+
+  static int64_t position(int64_t column) { return column * 2; }
+};
+#endif
+
+template <class Lines>
+int64_t lines_of(int64_t depth) {
+  return ceil_div(depth, Lines::kDepth);
+}
+
+// Where element `k` of a column is stored, in elements from the beginning of its panel.
+template <class Lines>
+int64_t offset_of(int64_t k, int64_t column) {
+  return k / Lines::kDepth * (kPanel * Lines::kDepth) + Lines::position(column) + k % Lines::kDepth;
+}
+
 // Rows times panels, added to `sums`, [rows][panels * kPanel].
+template <class Element>
 struct Block {
   const char* weights;  // of the first panel; so many lines, and as many to the next panel
   int64_t lines, panel_lines;
-  const float* x;
+  const Element* x;
   int64_t x_stride;
   float* sums;
   const char* next;  // lines that are asked for meanwhile
 };
 
 template <class Lines, int Rows, int Panels, bool ahead>
-void multiply_block(const Block& block) {
+void multiply_block(const Block<typename Lines::Element>& block) {
   constexpr int kSums = Panels * kLineRegisters;
   const int64_t stride = block.x_stride;
-  const float* x = block.x;
+  const auto* x = block.x;
   Register sums[Rows][kSums];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
@@ -97,14 +154,14 @@ void multiply_block(const Block& block) {
       }
       Register values[Rows];
 #pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) values[r] = splat_register(x[r * stride + k]);
+      for (int r = 0; r < Rows; ++r) values[r] = Lines::splat(x + r * stride + k);
 #pragma GCC unroll 8
       for (int i = 0; i < kLineRegisters; ++i) {
         const Register weights = Lines::columns(block.weights + line * Lines::kBytes, i);
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) {
           Register& sum = sums[r][p * kLineRegisters + i];
-          sum = fused_register(values[r], weights, sum);
+          sum = Lines::multiply_add(values[r], weights, sum);
         }
       }
     }
@@ -118,16 +175,17 @@ void multiply_block(const Block& block) {
   }
 }
 
-using MultiplyBlock = void (*)(const Block&);
+template <class Lines>
+using MultiplyBlock = void (*)(const Block<typename Lines::Element>&);
 
 template <class Lines, int Rows, int Panels>
-MultiplyBlock block_of(bool ahead) {
+MultiplyBlock<Lines> block_of(bool ahead) {
   return ahead ? multiply_block<Lines, Rows, Panels, true> : multiply_block<Lines, Rows, Panels, false>;
 }
 
 // The block for so many rows, and how many panels it takes.
 template <class Lines>
-MultiplyBlock block_for(int64_t rows, int64_t panels, bool ahead, int64_t* taken) {
+MultiplyBlock<Lines> block_for(int64_t rows, int64_t panels, bool ahead, int64_t* taken) {
 #if defined(__AVX512F__)
   if (rows <= 3 && panels >= 4) {
     *taken = 4;
@@ -225,37 +283,57 @@ void write_sums(const Linear& w, const Call& call, int64_t row, int64_t panel, c
   if (left > 16) store_some(out + 16, high, left - 16);
 }
 
-// Rows whose elements are floats.
-struct FloatRows {
-  const float* data;
+// Rows in the form in which they are multiplied.
+template <class Element>
+struct ElementRows {
+  const Element* data;
   int64_t stride, count;
 
-  const float* row(int64_t index) const { return data + index * stride; }
+  const Element* row(int64_t index) const { return data + index * stride; }
 };
 
 template <class In>
-void to_floats(const In* x, int64_t stride, Range rows, int64_t depth, float* floats) {
+void convert(const In* x, int64_t stride, Range rows, int64_t depth, float* floats, int64_t floats_stride) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const In* from = x + row * stride;
-    float* to = floats + row * depth;
+    float* to = floats + row * floats_stride;
     for (int64_t k = 0; k < depth; k += kLanes) store_some(to + k, load_some(from + k, depth - k), depth - k);
   }
+}
+
+// A last element without a neighbour gets a zero.
+inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth, Pair* pairs, int64_t pairs_stride) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    Pair* to = pairs + row * pairs_stride;
+    std::memcpy(to, x + row * stride, static_cast<size_t>(depth) * sizeof(Bfloat16));
+    if (depth % 2) to[depth / 2].high = Bfloat16{0};
+  }
+}
+
+// The rows as they are, where they are multiplied so.
+inline const float* unconverted(const float* x, int64_t, int64_t, const float*) { return x; }
+inline const float* unconverted(const Bfloat16*, int64_t, int64_t, const float*) { return nullptr; }
+inline const Pair* unconverted(const Bfloat16* x, int64_t stride, int64_t depth, const Pair*) {
+  return depth % 2 || stride % 2 ? nullptr : reinterpret_cast<const Pair*>(x);
 }
 
 // The share of one thread: some panels.
 template <class Lines, class Out>
 class VectorProduct {
  public:
-  VectorProduct(const Linear& linear, const Call& call, Range panels) : w_(linear), call_(call), panels_(panels) {}
+  using Rows = ElementRows<typename Lines::Element>;
+
+  VectorProduct(const Linear& linear, const Call& call, Range panels)
+      : w_(linear), call_(call), panels_(panels), lines_(lines_of<Lines>(linear.depth)) {}
 
   // Rows that fit into one block.
-  void one_block(FloatRows x) {
+  void one_block(Rows x) {
     alignas(64) float sums[kMostSums];
     for (int64_t panel = panels_.begin, taken = 1; panel < panels_.end; panel += taken) {
       const auto multiply = block_for<Lines>(x.count, panels_.end - panel, true, &taken);
       std::fill_n(sums, x.count * taken * kPanel, 0.0f);
       const char* weights = line(panel, 0);
-      multiply({weights, w_.depth, w_.depth, x.data, x.stride, sums, weights + kLinesAhead * Lines::kBytes});
+      multiply({weights, lines_, lines_, x.data, x.stride, sums, weights + kLinesAhead * Lines::kBytes});
       for (int64_t row = 0; row < x.count; ++row) {
         for (int64_t p = 0; p < taken; ++p) {
           write_sums<Out>(w_, call_, row, panel + p, sums + (row * taken + p) * kPanel);
@@ -265,25 +343,25 @@ class VectorProduct {
   }
 
   // At most kSomeRows.
-  void some_rows(FloatRows x) {
+  void some_rows(Rows x) {
     constexpr int64_t kLines = kSegmentBytes / Lines::kBytes;
     alignas(64) float sums[kSomeRows * kPanel];
     for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
       std::fill_n(sums, x.count * kPanel, 0.0f);
-      for (int64_t k = 0; k < w_.depth; k += kLines) {
-        multiply_lines<Lines>(x, k, std::min(kLines, w_.depth - k), line(panel, k), line(panel, k + kLines), sums);
+      for (int64_t k = 0; k < lines_; k += kLines) {
+        multiply_lines<Lines>(x, k, std::min(kLines, lines_ - k), line(panel, k), line(panel, k + kLines), sums);
       }
       for (int64_t row = 0; row < x.count; ++row) write_sums<Out>(w_, call_, row, panel, sums + row * kPanel);
     }
   }
 
   // Any number of rows, of which the first is row `first` of the call.
-  void many_rows(FloatRows x, int64_t first) {
+  void many_rows(Rows x, int64_t first) {
     static thread_local Scratch scratch;
     float* const sums = scratch.array<float>(x.count * kPanel);
     for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
       std::fill_n(sums, x.count * kPanel, 0.0f);
-      multiply_lines<FloatLines>(x, 0, w_.depth, floats(panel), nullptr, sums);
+      multiply_lines<typename Lines::Expanded>(x, 0, lines_, expanded(panel), nullptr, sums);
       for (int64_t row = 0; row < x.count; ++row) {
         write_sums<Out>(w_, call_, first + row, panel, sums + row * kPanel);
       }
@@ -291,11 +369,11 @@ class VectorProduct {
   }
 
  private:
-  const char* line(int64_t panel, int64_t k) const { return w_.weights + (panel * w_.depth + k) * Lines::kBytes; }
+  const char* line(int64_t panel, int64_t k) const { return w_.weights + (panel * lines_ + k) * Lines::kBytes; }
 
-  // All blocks of rows times so many lines, from element `k` of the depth on. `next`: lines that the first block asks for.
+  // All blocks of rows times so many lines, from line `k` on. `next`: lines that the first block asks for.
   template <class Stored>
-  static void multiply_lines(FloatRows x, int64_t k, int64_t lines, const char* weights, const char* next, float* sums) {
+  static void multiply_lines(Rows x, int64_t k, int64_t lines, const char* weights, const char* next, float* sums) {
     const int64_t blocks = ceil_div(x.count, kBlockRows);
     for (int64_t b = 0; b < blocks; ++b) {
       const Range rows = split(x.count, b, blocks);
@@ -306,8 +384,8 @@ class VectorProduct {
   }
 
   // A whole panel.
-  const char* floats(int64_t panel) const {
-    if constexpr (std::is_same_v<Lines, FloatLines>) {
+  const char* expanded(int64_t panel) const {
+    if constexpr (std::is_same_v<Lines, typename Lines::Expanded>) {
       return line(panel, 0);
     } else {
       static thread_local Scratch scratch;
@@ -326,27 +404,30 @@ class VectorProduct {
   const Linear& w_;
   const Call& call_;
   const Range panels_;
+  const int64_t lines_;  // of a panel
 };
 
-// A product by a team of threads. `In`: elements of x, which become floats; `Out`: of the output.
+// A product by a team of threads. `In`: elements of x; `Out`: of the output.
 template <class Lines, class In, class Out>
 void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
   if (call.rows == 0) return;
-  constexpr bool kAreFloats = std::is_same_v<In, float>;
+  using Element = typename Lines::Element;
   const int64_t panels = panels_of(w), worth = call.rows * panels * kPanel * w.depth / kThreadWork;
   const int64_t wanted = std::min(threads, std::max<int64_t>(1, worth));
+  const int64_t lines = lines_of<Lines>(w.depth);
   const In* const x = static_cast<const In*>(call.x);
+  // Apart by an odd number of cache lines: a block's rows would compete for the same sets of L1.
+  const int64_t stride = round_up(lines, 2 * kLanes) + kLanes;
   static thread_local Scratch scratch;
   if (call.rows <= kSomeRows) {
+    const Element* const ready = unconverted(x, call.x_stride, w.depth, static_cast<const Element*>(nullptr));
     parallel(wanted, [&](int thread, int team) {
       VectorProduct<Lines, Out> product(w, call, split(panels, thread, team));
-      FloatRows rows{nullptr, w.depth, call.rows};
-      if constexpr (kAreFloats) {
-        rows = {x, call.x_stride, call.rows};
-      } else {  // so few that waiting for each other would take longer than doing it twice
-        float* const floats = scratch.array<float>(call.rows * w.depth);
-        to_floats(x, call.x_stride, {0, call.rows}, w.depth, floats);
-        rows.data = floats;
+      ElementRows<Element> rows{ready, call.x_stride / Lines::kDepth, call.rows};
+      if (!ready) {  // so few that waiting for each other would take longer than doing it twice
+        Element* const converted = scratch.array<Element>(call.rows * stride);
+        convert(x, call.x_stride, {0, call.rows}, w.depth, converted, stride);
+        rows = {converted, stride, call.rows};
       }
       if (call.rows <= kBlockRows) {
         product.one_block(rows);
@@ -356,20 +437,15 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
     });
     return;
   }
-  float* const floats = kAreFloats ? nullptr : scratch.array<float>(std::min(call.rows, kChunkRows) * w.depth);
+  Element* const converted = scratch.array<Element>(std::min(call.rows, kChunkRows) * stride);
   parallel(wanted, [&](int thread, int team) {
     VectorProduct<Lines, Out> product(w, call, split(panels, thread, team));
     for (int64_t first = 0; first < call.rows; first += kChunkRows) {
       const int64_t count = std::min(kChunkRows, call.rows - first);
-      const In* const chunk = x + first * call.x_stride;
-      if constexpr (kAreFloats) {
-        product.many_rows({chunk, call.x_stride, count}, first);
-      } else {
-        to_floats(chunk, call.x_stride, split(count, thread, team), w.depth, floats);
-        team_barrier(team);
-        product.many_rows({floats, w.depth, count}, first);
-        team_barrier(team);  // before the floats are overwritten
-      }
+      convert(x + first * call.x_stride, call.x_stride, split(count, thread, team), w.depth, converted, stride);
+      team_barrier(team);
+      product.many_rows({converted, stride, count}, first);
+      team_barrier(team);  // before the rows are overwritten
     }
   });
 }
@@ -378,17 +454,25 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
 template <class Lines>
 void pack_panels(const typename Lines::Stored* weight, int64_t stride, int64_t columns, int64_t depth, bool gated,
                  typename Lines::Stored* packed, int64_t threads) {
+  using Stored = typename Lines::Stored;
   constexpr int64_t kTogether = 64;  // elements of a column read, and lines written, while they are in L1
+  constexpr int64_t kLineSize = kPanel * Lines::kDepth;
   const int64_t panels = ceil_div(columns, gated ? kPanel / 2 : kPanel);
+  const int64_t lines = lines_of<Lines>(depth);
   parallel(threads, [&](int thread, int team) {
     const Range range = split(panels, thread, team);
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
       for (int64_t begin = 0; begin < depth; begin += kTogether) {
-        const int64_t end = std::min(depth, begin + kTogether);
+        const int64_t count = std::min(kTogether, depth - begin);
+        Stored* const first = packed + panel * lines * kLineSize + begin * kPanel;
         for (int64_t column = 0; column < kPanel; ++column) {
           const int64_t row = source_row(columns, gated, panel, column);
-          auto* const target = packed + panel * depth * kPanel + Lines::position(column);
-          for (int64_t k = begin; k < end; ++k) target[k * kPanel] = row < 0 ? 0 : weight[row * stride + k];
+          Stored values[kTogether + Lines::kDepth] = {};
+          if (row >= 0) std::memcpy(values, weight + row * stride + begin, static_cast<size_t>(count) * sizeof(Stored));
+          Stored* target = first + Lines::position(column);
+          for (int64_t k = 0; k < count; k += Lines::kDepth, target += kLineSize) {
+            std::memcpy(target, values + k, Lines::kDepth * sizeof(Stored));
+          }
         }
       }
     }
@@ -400,11 +484,12 @@ template <class Lines>
 int64_t embed_rows(const typename Lines::Stored* packed, int64_t columns, int64_t depth, const int64_t* ids,
                    int64_t count, typename Lines::Stored* out, int64_t out_stride, int64_t threads) {
   if (!all_below(ids, count, columns)) return 0;
+  const int64_t whole = lines_of<Lines>(depth) * Lines::kDepth;
   parallel(threads, [&](int thread, int team) {
     const Range range = split(count, thread, team);
     for (int64_t i = range.begin; i < range.end; ++i) {
-      const auto* column = packed + ids[i] / kPanel * depth * kPanel + Lines::position(ids[i] % kPanel);
-      for (int64_t k = 0; k < depth; ++k) out[i * out_stride + k] = column[k * kPanel];
+      const auto* panel = packed + ids[i] / kPanel * whole * kPanel;
+      for (int64_t k = 0; k < depth; ++k) out[i * out_stride + k] = panel[offset_of<Lines>(k, ids[i] % kPanel)];
     }
   });
   return 1;

@@ -246,6 +246,11 @@ def test_cpu_gemm_without_amx_is_detected():
     assert not supports(features, Arithmetic.BF16)
     assert not supports(features, Arithmetic.INT8)
     assert best_arithmetic(features, torch.bfloat16) is Arithmetic.BF16_VECTORS
+    slow_dot, fast_dot = CpuFeatures.from_bits(0b0000111), CpuFeatures.from_bits(0b1000111)
+    assert supports(slow_dot, Arithmetic.BF16_DOT)
+    assert best_arithmetic(slow_dot, torch.bfloat16) is Arithmetic.BF16_VECTORS
+    assert best_arithmetic(fast_dot, torch.bfloat16) is Arithmetic.BF16_DOT
+    assert best_arithmetic(CpuFeatures.from_bits(0b1010111), torch.bfloat16) is Arithmetic.BF16
     with pytest.raises(KernelsUnavailable, match="no AMX for int8"):
         best_arithmetic(features, torch.bfloat16, quantize=True)
     with pytest.raises(ValueError, match="as int8"):
