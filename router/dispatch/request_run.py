@@ -334,8 +334,8 @@ class RequestRun:
         )
 
     def _on_written(self, sink: DeltaSink, token_ids: Sequence[int], gaps_s: Sequence[float]) -> None:
-        self._choices[0].on_written(token_ids)
         try:
+            self._choices[0].on_written(token_ids)
             self._account.on_token(len(token_ids))
             sink.on_written(0, gaps_s)
         except Exception as error:  # noqa: BLE001  # as in `_hand_over`

@@ -116,11 +116,13 @@ class NativeStreams:
 
     def close_all(self) -> None:
         """End all streams, as `close` does, and free the memory."""
-        for handle in list(self._offers):
-            self.close(handle)
-        streams, self._streams = self._streams, None
-        if streams is not None:
-            self._free(streams)
+        try:
+            for handle in list(self._offers):
+                self.close(handle)
+        finally:
+            streams, self._streams = self._streams, None
+            if streams is not None:
+                self._free(streams)
 
     def write(self, handles: Sequence[int], indexes: Sequence[int], token_ids: Sequence[int]) -> Sequence[int]:
         """Write the tokens of a message, in columns of equal length, as far as they belong to streams that are open.

@@ -228,10 +228,10 @@ class WorkerSession:
         except BaseException:
             self.close()
             raise
-        self._send(end_earlier_sessions_to_pb())
-        if self._settings.new_native_streams is not None:
-            self._native = self._settings.new_native_streams()
         try:
+            self._send(end_earlier_sessions_to_pb())
+            if self._settings.new_native_streams is not None:
+                self._native = self._settings.new_native_streams()
             async with asyncio.TaskGroup() as tasks:
                 ends = (tasks.create_task(self._carry(listener)), tasks.create_task(self._watch()))
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -461,12 +461,14 @@ class WorkerSession:
         self._carrier.close()
         # The registry first, so that attempts that learn of the loss do not choose the same worker again.
         listener.left(self.info.key, reason)
-        if self._native is not None:
-            self._native.close_all()
-        attempts, self._attempts = self._attempts, {}
-        self._readers.clear()
-        for attempt in attempts.values():
-            attempt.reader.on_event(WorkerLost(reason=reason))
-        scorings, self._scorings = self._scorings, {}
-        for scoring in scorings.values():
-            scoring.deliver(WorkerLost(reason=reason))
+        try:
+            if self._native is not None:
+                self._native.close_all()
+        finally:
+            attempts, self._attempts = self._attempts, {}
+            self._readers.clear()
+            for attempt in attempts.values():
+                attempt.reader.on_event(WorkerLost(reason=reason))
+            scorings, self._scorings = self._scorings, {}
+            for scoring in scorings.values():
+                scoring.deliver(WorkerLost(reason=reason))

@@ -11,6 +11,10 @@ MB = 1 << 20
 MAX_MB_PER_HOUR = 1.0
 RESOLUTION_MB = 1.0
 """Growth that an allocator may show by itself: a run shorter than an hour is judged by this much in total."""
+RESOLUTION_SHARED_MB = 40.0
+"""The same for shared memory: more than one KV pool (32 MB in `tandem_bench/soak/measure.py`), since those of peers are
+mapped and unmapped as a whole when peers start and end.
+"""
 MAX_HANDLES_PER_HOUR = 2.0
 RESOLUTION_HANDLES = 8.0
 """The same for open files and for threads, whose number depends on the load of the moment."""
@@ -24,9 +28,10 @@ class Sample:
     """What one process holds at one moment."""
 
     at_s: float
-    rss_bytes: int
-    pss_bytes: int
-    """Resident memory with each shared page divided among those who share it."""
+    own_bytes: int
+    """Resident memory that no other process can map: anonymous."""
+    shared_bytes: int
+    """Resident pages of files and of shared memory, peers' KV pools among them."""
     num_files: int
     num_threads: int
 
@@ -53,16 +58,22 @@ class Life:
         def growth(values: Sequence[float]) -> float:
             return slope(times_s, values) * 3600
 
-        rss = [sample.rss_bytes / MB for sample in kept]
+        own = [sample.own_bytes / MB for sample in kept]
+        shared = [sample.shared_bytes / MB for sample in kept]
         return [
-            figure(
-                f"{self.name}: growth of RSS",
-                growth(rss),
-                "MB/h",
-                at_most=max(MAX_MB_PER_HOUR, RESOLUTION_MB / hours),
+            *(
+                figure(
+                    f"{self.name}: growth of {what}",
+                    growth(values),
+                    "MB/h",
+                    at_most=max(MAX_MB_PER_HOUR, resolution_mb / hours),
+                )
+                for what, values, resolution_mb in (
+                    ("own memory", own, RESOLUTION_MB),
+                    ("shared memory", shared, RESOLUTION_SHARED_MB),
+                )
             ),
-            figure(f"{self.name}: growth of PSS", growth([sample.pss_bytes / MB for sample in kept]), "MB/h"),
-            figure(f"{self.name}: RSS at the end", rss[-1], "MB"),
+            figure(f"{self.name}: RSS at the end", own[-1] + shared[-1], "MB"),
             *(
                 figure(
                     f"{self.name}: growth of {what}",

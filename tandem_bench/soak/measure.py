@@ -122,13 +122,13 @@ class _Watch:
             name = process_name(process.cmdline())
             if name is None:
                 return
-            memory = process.memory_full_info()
+            memory = process.memory_info()
             life = self._lives.setdefault(process.pid, Life(name=name, pid=process.pid))
             life.samples.append(
                 Sample(
                     at_s=time.monotonic(),
-                    rss_bytes=memory.rss,
-                    pss_bytes=memory.pss,
+                    own_bytes=memory.rss - memory.shared,
+                    shared_bytes=memory.shared,
                     num_files=process.num_fds(),
                     num_threads=process.num_threads(),
                 )

@@ -275,9 +275,11 @@ class FakeWorker(WorkerServicer):
     async def Session(self, request_iterator: Any, context: Any) -> None:
         first = await context.read()
         assert first.HasField("hello")
+        # Before the router can know this worker: what a test sends from then on must not go to an earlier session.
+        outgoing = self._outgoing = asyncio.Queue()
         if self._direct is None or not first.hello.direct:
             await context.write(pb.WorkerMessage(hello=self.hello))
-            await self._serve(context.read, context.write)
+            await self._serve(context.read, context.write, outgoing)
             return
         session = _DirectSession()
         ticket = self._direct.offer(session.start)
@@ -286,18 +288,20 @@ class FakeWorker(WorkerServicer):
         await context.write(hello)
         await session.has_begun.wait()
         self.num_direct += 1
-        session.serving = asyncio.create_task(self._serve(session.read, session.write))
+        session.serving = asyncio.create_task(self._serve(session.read, session.write, outgoing))
         self._direct_sessions.add(session)
         session.serving.add_done_callback(lambda _: self._direct_sessions.discard(session))
 
     async def _serve(
-        self, read: Callable[[], Awaitable[Any]], write: Callable[[pb.WorkerMessage], Awaitable[None]]
+        self,
+        read: Callable[[], Awaitable[Any]],
+        write: Callable[[pb.WorkerMessage], Awaitable[None]],
+        outgoing: asyncio.Queue[pb.WorkerMessage],
     ) -> None:
-        self._outgoing = asyncio.Queue()
         for message in self.first_messages:
             await write(message)
         async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(self._write(self._outgoing, write))
+            writer = tasks.create_task(self._write(outgoing, write))
             scripts = []
             while isinstance(message := await read(), pb.RouterMessage):
                 for order in orders_of(message):

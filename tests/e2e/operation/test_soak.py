@@ -16,7 +16,7 @@ async def test_soak_shows_no_growth_and_no_failure() -> None:
     await measure(options, rows, out=out, err=out)
     print(out.file.getvalue())
     found = {row.name: row for row in rows}
-    judged = {name.partition(":")[0] for name, row in found.items() if name.endswith("growth of RSS")}
+    judged = {name.partition(":")[0] for name, row in found.items() if name.endswith("growth of own memory")}
     assert {"tandem up", "router 0", "prefill_worker 0", "decode_worker 0"} <= judged
     assert found["workers killed"].value >= 6
     assert len([name for name in found if name.startswith("served: ")]) == 8, "every kind of request was served"

@@ -1,6 +1,7 @@
 """Sessions over real sockets: connecting, reporting, losing and reconnecting workers."""
 
 import asyncio
+import errno
 import logging
 import socket
 import sys
@@ -10,11 +11,12 @@ from collections import deque
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import grpc
 import pytest
 
-from router.fleet.native_streams import native_streams
+from router.fleet.native_streams import NativeStreams, native_streams
 from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
@@ -436,6 +438,20 @@ async def test_columns_of_unequal_length_end_the_session(is_direct: bool) -> Non
     async with cluster(worker) as router:
         worker.send(pb.WorkerMessage(tokens=pb.StepTokens(handles=[1], indexes=[0], token_ids=[])))
         await router.registry.until_live(0)
+
+
+async def test_session_that_cannot_begin_leaves_no_worker_behind() -> None:
+    failures = [OSError(errno.ENOMEM, "no memory for streams")]
+
+    def new_native_streams() -> NativeStreams:
+        if failures:
+            raise failures.pop()
+        return MagicMock(spec=NativeStreams)
+
+    async with cluster(FakeWorker("d0", script=hold), new_native_streams=new_native_streams) as router:
+        async with asyncio.timeout(20.0):
+            await router.registry.until(lambda: router.registry.num_left == 1)
+            await router.registry.until_live(1)
 
 
 def _order(name: str = "r-0", *, attempt: int = 2, prompt: tuple[int, ...] = PROMPT) -> SubmitOrder:
