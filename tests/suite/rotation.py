@@ -1,6 +1,7 @@
 """Long tests take turns: what is marked `turn(n)` runs in one of `TURNS` runs of `make test`, and in every nightly.
 
-A test with parameters that is marked `in_turns` has its cases dealt out among the turns, in their order.
+A test with parameters that is marked `in_turns` has its cases dealt out among the turns, in their order;
+`in_turns(always=n)`: but for the first n of them, which run every time.
 
 The turn changes with the day, so that a run can be repeated; `TEST_TURN=n` chooses one, `TEST_TURN=all` runs all,
 `TEST_TURN=none` leaves all of them to the nightly, which sets it. (Every cluster that a test starts reads
@@ -56,9 +57,9 @@ def _turn_of(item: pytest.Item, num_cases: collections.Counter[str]) -> int | No
         if len(mark.args) != 1 or mark.args[0] not in range(TURNS):
             raise pytest.UsageError(f"{item.nodeid}: turn must be one of 0 to {TURNS - 1}, got {mark.args}")
         return int(mark.args[0])
-    if item.get_closest_marker("in_turns") is None or item.get_closest_marker("slow") is not None:
+    if (mark := item.get_closest_marker("in_turns")) is None or item.get_closest_marker("slow") is not None:
         return None
     function = item.nodeid.partition("[")[0]
-    turn = (zlib.crc32(function.encode()) + num_cases[function]) % TURNS
+    number = num_cases[function]
     num_cases[function] += 1
-    return turn
+    return None if number < mark.kwargs.get("always", 0) else (zlib.crc32(function.encode()) + number) % TURNS

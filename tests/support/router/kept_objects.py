@@ -78,7 +78,8 @@ class Meter:
 def collecting() -> Iterator[Counter[str]]:
     """Types of the objects that were left in cycles, or held by them; filled at the end."""
     found: Counter[str] = Counter()
-    gc.freeze()  # what was made before is not looked through: it is most of what there is
+    # What was made before is not looked through, now or later: it is most of what there is (see tests/conftest.py).
+    gc.freeze()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -88,5 +89,4 @@ def collecting() -> Iterator[Counter[str]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()

@@ -14,12 +14,14 @@ from router.admission.fair_admission import FairAdmission
 from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
+from router.workers.columns import ClusterView
+from router.workers.record import WorkerTable
 from tandem.config.admission import LimitsConfig
 from tandem.errors import ServingError
 from tandem.values.ids import Incarnation, WorkerId
 from tandem.values.kv_layout import KVLayout
 from tandem.values.roles import WorkerRole
-from tests.support.router.worker_views import view_of
+from tests.support.router.worker_views import record_of, show
 
 LAYOUT = KVLayout(
     model_fingerprint="m", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, tp_size=1
@@ -90,13 +92,16 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._workers = [_Worker(f"d{i}", rate) for i in range(workers)]
+        self._shown = [(0, 0)] * workers
+        self._records = [record_of(snapshot(w.name, rate=rate), slot) for slot, w in enumerate(self._workers)]
+        self._table = WorkerTable(self._records)
         self._step_s = step_s
         self._requests: dict[AdmissionEntry, Served] = {}
         self.max_running = policy.room.max_running_per_worker
         self.done: list[Served] = []
         self.idle_with_queue_s = 0.0
         self.admission = FairAdmission(
-            view=lambda: view_of(self._snapshots()),
+            view=self._view,
             num_running=int,
             limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
             policy=replace(policy, max_inflight=10**6),
@@ -139,8 +144,13 @@ class World:
                 self.idle_with_queue_s += self.now_s - before_s
             heapq.heappop(self._events)[2]()
 
-    def _snapshots(self) -> list[WorkerSnapshot]:
-        return [snapshot(w.name, backlog=int(w.backlog), active=w.active, rate=w.rate) for w in self._workers]
+    def _view(self) -> ClusterView:
+        """The columns, in which the rows of the workers that have changed since are written anew, as a router does."""
+        for row, worker in enumerate(self._workers):
+            if self._shown[row] != (now := (int(worker.backlog), worker.active)):
+                self._shown[row] = now
+                show(self._records[row], snapshot(worker.name, backlog=now[0], active=now[1], rate=worker.rate))
+        return self._table.view()
 
     def _look(self) -> None:
         self._tell(self.admission.end_hopeless())

@@ -60,12 +60,17 @@ def worker(
 def record_of(snapshot: WorkerSnapshot, slot: int) -> WorkerRecord:
     """A live worker that looks like this at second 0."""
     record = WorkerRecord(snapshot.info, port(), slot=slot, now_s=snapshot.answered_s)
-    record.reported(snapshot.load)
-    record.loaded_elsewhere(PeerShare(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active))
+    show(record, snapshot)
     record.penalised(snapshot.penalty_ms / 1e3)
     if snapshot.draining:
         record.drains()
     return record
+
+
+def show(record: WorkerRecord, snapshot: WorkerSnapshot) -> None:
+    """Give a live worker, to which this router has sent nothing, this load."""
+    record.reported(snapshot.load)
+    record.loaded_elsewhere(PeerShare(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active))
 
 
 def view_of(workers: Sequence[WorkerSnapshot]) -> ClusterView:

@@ -68,7 +68,9 @@ def test_rotation_decides_between_daily_run_and_nightly(
     assert outcome in done.stdout, done.stdout
 
 
-def test_rotation_all_turns_run_each_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("always", [0, 2])
+def test_rotation_all_turns_run_each_case_once(tmp_path: Path, always: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first ones, where so marked, which every run does, also one without turns."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    in_turns: in turns\n")
     (tmp_path / "conftest.py").write_text(
@@ -76,14 +78,15 @@ def test_rotation_all_turns_run_each_case_once(tmp_path: Path, monkeypatch: pyte
         "def pytest_collection_modifyitems(items):\n    rotation.leave_to_nightly(items)\n"
     )
     (tmp_path / "test_it.py").write_text(
-        "import pytest\n\n@pytest.mark.in_turns\n"
+        f"import pytest\n\n@pytest.mark.in_turns(always={always})\n"
         "@pytest.mark.parametrize('n', [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])\n"
         "def test_long(n):\n    pass\n"
     )
     ran: list[str] = []
-    for turn in range(rotation.TURNS):
-        monkeypatch.setenv(rotation.VARIABLE, str(turn))
+    for turn in (*map(str, range(rotation.TURNS)), "none"):
+        monkeypatch.setenv(rotation.VARIABLE, turn)
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "not slow"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         ran += [line.split()[0] for line in done.stdout.splitlines() if "PASSED" in line]
-    assert sorted(ran) == [f"test_it.py::test_long[{n}]" for n in range(4)]
+    times = [rotation.TURNS + 1 if n < always else 1 for n in range(4)]
+    assert sorted(ran) == [f"test_it.py::test_long[{n}]" for n in range(4) for _ in range(times[n])]

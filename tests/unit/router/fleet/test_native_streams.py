@@ -66,13 +66,14 @@ def says(ids: Sequence[int], rng: Random) -> Script:
     return script
 
 
+@pytest.mark.in_turns(always=2)
 @pytest.mark.parametrize(
     ("more", "is_native"),
     [
-        ({}, True),
-        ({"stream_options": {"include_usage": False}}, True),
         ({"stop_token_ids": [STOP], "min_tokens": 70}, True),
         ({"n": 2}, False),
+        ({}, True),
+        ({"stream_options": {"include_usage": False}}, True),
         ({"prompt": ["a", "b"]}, False),
         ({"stop": ["never there"]}, False),
         ({"stream_options": {"continuous_usage_stats": True, "include_usage": True}}, False),
@@ -115,6 +116,10 @@ async def test_clients_that_do_not_read_get_everything_in_order(counted: Callabl
     async def script(submission: Submission) -> None:
         gave.append(words[0])
         submission.give(gave, cached=3)
+        # On a slow machine Python could fill the socket before native code has written any, and would go on alone.
+        while not CountedStreams.num_written:
+            give(submission, 1)
+            await asyncio.sleep(0.0005)
         while not CountedStreams.num_rests:
             give(submission, 16)
             await asyncio.sleep(0.0005)

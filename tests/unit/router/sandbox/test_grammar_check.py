@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from engine.sampling.grammar import LlGuides
 from router.sandbox import grammar_check
@@ -29,6 +30,14 @@ def process(*, compile_s: float = 20.0, compile_bytes: int = 1 << 30) -> Grammar
 
 @pytest.fixture
 async def checker() -> AsyncIterator[GrammarProcess]:
+    made = process()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting_checker() -> AsyncIterator[GrammarProcess]:
+    """One process for many grammars, as in a router: to start one takes longer than to check them all."""
     made = process()
     yield made
     await made.close()
@@ -85,12 +94,13 @@ async def test_grammar_check_process_dying_at_start_is_restarted(
         (Shape.GRAMMAR, "root ::= " + "(" * 5000, "recursion"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_grammar_check_invalid_grammar_names_its_field(
-    checker: GrammarProcess, shape: Shape, value: object, message: str
+    lasting_checker: GrammarProcess, shape: Shape, value: object, message: str
 ) -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=message) as refused:
-            await checker.checked(grammar_of(shape, value), "field")
+            await lasting_checker.checked(grammar_of(shape, value), "field")
         assert refused.value.param == "field"
         assert str(refused.value).startswith("field: ")
 
@@ -109,13 +119,14 @@ async def test_grammar_check_invalid_grammar_names_its_field(
     ],
 )
 @pytest.mark.parametrize("in_schema", [False, True])
+@pytest.mark.asyncio(loop_scope="module")
 async def test_regex_unsupported_feature_is_named_as_written(
-    checker: GrammarProcess, pattern: str, message: str, in_schema: bool
+    lasting_checker: GrammarProcess, pattern: str, message: str, in_schema: bool
 ) -> None:
     schema = {"type": "string", "pattern": pattern}
     grammar = grammar_of(Shape.JSON_SCHEMA, schema) if in_schema else grammar_of(Shape.REGEX, pattern)
     with pytest.raises(InvalidRequest) as refused:
-        await checker.checked(grammar, "field")
+        await lasting_checker.checked(grammar, "field")
     assert str(refused.value).startswith("field: regular expression")
     assert str(refused.value).endswith(message)
 
@@ -159,10 +170,11 @@ def _resident_bytes(pid: int) -> int:
         (Shape.REGEX, "(a+)+b"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_grammar_check_large_harmless_grammar_is_accepted(
-    checker: GrammarProcess, shape: Shape, value: object
+    lasting_checker: GrammarProcess, shape: Shape, value: object
 ) -> None:
-    assert await checker.checked(grammar_of(shape, value), "field")
+    assert await lasting_checker.checked(grammar_of(shape, value), "field")
 
 
 async def test_grammar_check_endless_loop_is_killed() -> None:

@@ -104,6 +104,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> list[st
     return [*map(stream.push, ids), stream.flush()]
 
 
+@pytest.mark.in_turns(always=4)
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, skip=st.booleans())
 def test_stream_of_text_joins_to_decode(kind: Tokenizer, text: str, skip: bool) -> None:
@@ -111,6 +112,7 @@ def test_stream_of_text_joins_to_decode(kind: Tokenizer, text: str, skip: bool) 
     assert "".join(streamed(kind, ids, skip=skip)) == kind.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.in_turns(always=4)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_stream_of_any_tokens_joins_to_decode(kind: Tokenizer, data: st.DataObject, skip: bool) -> None:

@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.in_turns(always=3)
 @pytest.mark.parametrize(("early_stopping", "length_penalty", "num_beams", "ends"), CASES)
 def test_beam_search_equals_transformers(model, early_stopping, length_penalty: float, num_beams: int, ends) -> None:
     """With end tokens so likely that searches end early as well as late."""

@@ -38,6 +38,11 @@ def parts(tokenizer: Tokenizer) -> fakes.Servers:
     return fakes.make_servers(tokenizer)
 
 
+@pytest.fixture(scope="module")
+def refusing(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
+
+
 @pytest.fixture
 async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
@@ -232,15 +237,15 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 async def test_anthropic_unsupported_fields_are_refused(
-    parts: fakes.Servers, client: httpx.AsyncClient, change: dict[str, Any], words: str
+    refusing: fakes.Servers, refusing_client: httpx.AsyncClient, change: dict[str, Any], words: str
 ) -> None:
-    answer = await client.post(MESSAGES, json={k: v for k, v in (HELLO | change).items() if v is not None})
+    answer = await refusing_client.post(MESSAGES, json={k: v for k, v in (HELLO | change).items() if v is not None})
     body = answer.json()
     assert answer.status_code == 400
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert words in body["error"]["message"]
-    assert not parts.generator.requests
+    assert not refusing.generator.requests
 
 
 async def test_anthropic_errors_have_its_format(parts: fakes.Servers, client: httpx.AsyncClient) -> None:

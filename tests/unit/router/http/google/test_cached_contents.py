@@ -36,6 +36,11 @@ def world(tokenizer: Tokenizer) -> World:
     return World(tokenizer)
 
 
+@pytest.fixture(scope="module")
+def refusing(tokenizer: Tokenizer) -> fakes.Servers:
+    return World(tokenizer).parts
+
+
 @pytest.fixture
 async def client(world: World) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(world.parts) as client:
@@ -167,12 +172,12 @@ async def test_cached_content_no_worker_keeps_is_not_created(world: World, clien
     ],
 )
 async def test_cached_content_invalid_body_is_refused(
-    world: World, client: httpx.AsyncClient, change: dict[str, Any], words: str
+    refusing: fakes.Servers, refusing_client: httpx.AsyncClient, change: dict[str, Any], words: str
 ) -> None:
-    answer = await client.post(PATH, json=content() | change)
+    answer = await refusing_client.post(PATH, json=content() | change)
     assert (answer.status_code, answer.json()["error"]["status"]) == (400, "INVALID_ARGUMENT")
     assert words in answer.json()["error"]["message"]
-    assert not world.parts.generator.requests
+    assert not refusing.generator.requests
 
 
 async def test_cached_content_unknown_name_is_refused(world: World, client: httpx.AsyncClient) -> None:

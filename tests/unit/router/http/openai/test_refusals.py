@@ -28,6 +28,11 @@ def parts(tokenizer: Tokenizer) -> fakes.Servers:
     return fakes.make_servers(tokenizer)
 
 
+@pytest.fixture(scope="module")
+def refusing(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
+
+
 @pytest.fixture
 async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
@@ -125,13 +130,13 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     ],
 )
 async def test_chat_unsupported_fields_are_refused_by_name(
-    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
+    refusing_client: httpx.AsyncClient, refusing: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
-    parts.say("hello")
-    answer = await client.post(CHAT, json=HELLO | change)
+    refusing.say("hello")
+    answer = await refusing_client.post(CHAT, json=HELLO | change)
     assert answer.status_code == (404 if param == "model" and change["model"] == "gpt-4" else 400)
     assert error_of(answer)["param"] == param
-    assert not parts.generator.requests
+    assert not refusing.generator.requests
 
 
 @pytest.mark.parametrize(
@@ -152,9 +157,9 @@ async def test_chat_unsupported_fields_are_refused_by_name(
     ],
 )
 async def test_refusal_names_the_intended_union_branch(
-    client: httpx.AsyncClient, path: str, change: dict[str, Any], words: str
+    refusing_client: httpx.AsyncClient, path: str, change: dict[str, Any], words: str
 ) -> None:
-    answer = await client.post(path, json=(HELLO if path == CHAT else {}) | change)
+    answer = await refusing_client.post(path, json=(HELLO if path == CHAT else {}) | change)
     assert answer.status_code == 400
     assert words in error_of(answer)["message"]
 
@@ -169,9 +174,9 @@ async def test_refusal_names_the_intended_union_branch(
     ],
 )
 async def test_tokenize_options_without_effect_are_refused(
-    client: httpx.AsyncClient, body: dict[str, Any], param: str
+    refusing_client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
-    answer = await client.post("/tokenize", json=body)
+    answer = await refusing_client.post("/tokenize", json=body)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
@@ -242,9 +247,9 @@ async def test_json_nan_or_infinity_is_refused(client: httpx.AsyncClient) -> Non
         b"{" + b",".join(b'"k%d": 1' % i for i in range(50_000)) + b"}",
     ],
 )
-async def test_malformed_json_is_refused(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_malformed_json_is_refused(refusing_client: httpx.AsyncClient, body: bytes) -> None:
     for route in (CHAT, PLAIN, "/tokenize", "/detokenize"):
-        answer = await client.post(route, content=body)
+        answer = await refusing_client.post(route, content=body)
         assert answer.status_code == 400
         assert error_of(answer)["type"] == "BadRequestError"
 

@@ -28,6 +28,11 @@ def parts(tokenizer: Tokenizer) -> fakes.Servers:
     return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
 
 
+@pytest.fixture(scope="module")
+def refusing(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
+
+
 @pytest.fixture
 async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
@@ -101,6 +106,7 @@ async def test_tools_answer_without_calls_is_plain_text(client: httpx.AsyncClien
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.in_turns(always=2)
 @pytest.mark.parametrize(
     ("body", "per_delta"),
     [({}, 1), ({}, 4), ({"n": 2, "return_token_ids": True}, 4), ({"logprobs": True}, 4), ({"stop": ["</tool"]}, 1)],
@@ -298,9 +304,9 @@ def called(arguments: Any = "{}", **more: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 async def test_tools_invalid_request_is_refused(
-    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
+    refusing_client: httpx.AsyncClient, refusing: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
-    parts.say("hello")
-    answer = await client.post(CHAT, json=HELLO | change)
+    refusing.say("hello")
+    answer = await refusing_client.post(CHAT, json=HELLO | change)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
-    assert not parts.generator.requests
+    assert not refusing.generator.requests

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.types import ASGIApp
 
 from router.http.body.json_body import JsonBody
 from router.http.body.strict_body import asks_for_nothing
@@ -15,21 +16,28 @@ from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded
 from tandem.values.outputs import FinishReason
 from tests.support.router.servers import fakes
-from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, routes_of
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, app_of, client_of, routes_of
 from tests.support.router.servers.openapi_check import Described
 from tests.support.router.servers.whole_app import whole_app
 
 RESPONSES = "/v1/responses"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def parts() -> fakes.Servers:
+    """One set for all: what a test asks for changes neither the document nor what comes of the next one's requests."""
     return fakes.make_servers(fakes.make_tokenizer())
 
 
+@pytest.fixture(scope="module")
+def app(parts: fakes.Servers) -> ASGIApp:
+    """Makes its document once, for which it takes longer than for all that is compared with it."""
+    return app_of(parts)
+
+
 @pytest_asyncio.fixture
-async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(parts) as made:
+async def client(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app) as made:
         yield made
 
 

@@ -35,6 +35,11 @@ def parts(tokenizer: Tokenizer) -> fakes.Servers:
     return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
 
 
+@pytest.fixture(scope="module")
+def refusing(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
+
+
 @pytest.fixture
 async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
@@ -251,12 +256,12 @@ async def test_responses_format_makes_a_grammar(
     ],
 )
 async def test_responses_invalid_request_is_refused(
-    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
+    refusing_client: httpx.AsyncClient, refusing: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
-    parts.say("hello")
-    answer = await client.post(PATH, json=HELLO | change)
+    refusing.say("hello")
+    answer = await refusing_client.post(PATH, json=HELLO | change)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
-    assert not parts.generator.requests
+    assert not refusing.generator.requests
 
 
 async def test_responses_stream_cannot_be_resumed(client: httpx.AsyncClient) -> None:
