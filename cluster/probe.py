@@ -20,7 +20,7 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # a
 _Complaint = str | None
 
 
-def ask(config: ClusterConfig, role: str, index: int, *, is_ready: bool) -> _Complaint:
+def check(config: ClusterConfig, role: str, index: int, *, is_ready: bool) -> _Complaint:
     """Return what is wrong, or None. Raises ConfigError."""
     try:
         if role == "router":
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        wrong = ask(load(options.config), options.role, options.index, is_ready=options.ready)
+        wrong = check(load(options.config), options.role, options.index, is_ready=options.ready)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

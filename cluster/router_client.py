@@ -184,7 +184,7 @@ class ChatClient:
         except (ValueError, LookupError, TypeError):
             raise ClientError(f"{self.url} answers, but is not a Tandem router") from None
 
-    async def ask(
+    async def chat(
         self,
         messages: Sequence[dict[str, str]],
         on_text: Callable[[str], None],

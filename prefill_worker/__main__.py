@@ -113,7 +113,7 @@ def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
         stack.callback(parts.pool.close)
     region = region_of(parts)
     if region is None:
-        raise ConfigError("prefill.nodes must be 1 on GPUs: those of several nodes cannot hand off yet")
+        raise ConfigError("prefill.nodes must be 1 on GPUs: a worker whose GPUs span nodes cannot hand off yet")
     return region
 
 

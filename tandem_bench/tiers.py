@@ -90,9 +90,9 @@ class Server:
         self._parts = assemble_from(dict(setup.overrides()))
         self._rig = Rig(self._parts)
         # The first steps of a process are slower: run them on a prompt that is not used again.
-        self.ask(tuple(range(3, 3 + 4 * BLOCK_TOKENS)))
+        self.complete(tuple(range(3, 3 + 4 * BLOCK_TOKENS)))
 
-    def ask(self, prompt: Tokens) -> tuple[float, tuple[int, ...]]:
+    def complete(self, prompt: Tokens) -> tuple[float, tuple[int, ...]]:
         """Return the seconds to the first token, and the answer."""
         outcome = self._rig.run(Job(prompts=(prompt,), num_tokens=2))
         return outcome.arrivals_s[0][0], outcome.tokens[0]
@@ -123,7 +123,7 @@ class Figures:
     def measure(self, source: str, server: Server, prompt: Tokens) -> None:
         """Run a prompt and check the source of its prefix. Raises CannotMeasure for another answer or source."""
         before = server.hits()
-        seconds, answer = server.ask(prompt)
+        seconds, answer = server.complete(prompt)
         found = {tier: hits - before[tier] for tier, hits in server.hits().items()}
         if self._answers.setdefault(prompt, answer) != answer:
             raise CannotMeasure(f"{source}: the answer is not the one that was computed")

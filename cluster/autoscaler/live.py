@@ -93,7 +93,7 @@ class LivePlanner:
     async def _turn(self, routers: RouterGroup) -> None:
         if self._order is not None and self._order.done():
             self._order.result()  # raises what a scaler must not raise, so that the planner ends instead of hiding it
-        answers = await routers.ask()
+        answers = await routers.scrape()
         fleet = await self._fleet(answers)
         now_s = asyncio.get_running_loop().time()
         seen = self._watch.observe(now_s, answers)

@@ -46,7 +46,7 @@ class RouterGroup:
     ) -> None:
         await self._http.aclose()
 
-    async def ask(self) -> dict[str, RouterFigures | str]:
+    async def scrape(self) -> dict[str, RouterFigures | str]:
         """Return the figures of each router, or why there are none. Never raises."""
         results: dict[str, RouterFigures | str] = {}
         found: list[tuple[str, str, str]] = []

@@ -129,7 +129,7 @@ async def _answer(
     on_text: _OnText,
     on_thought: _OnText,
 ) -> ChatReply:
-    return await client.ask(conversation.asking(question), on_text, on_thought, **body)
+    return await client.chat(conversation.asking(question), on_text, on_thought, **body)
 
 
 async def _complete(

@@ -87,6 +87,6 @@ async def _ask(client: ChatClient, messages: list[dict[str, str]], model: str, t
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    answer = await client.ask(messages, print_text, model=model, max_tokens=MAX_TOKENS, temperature=0)
+    answer = await client.chat(messages, print_text, model=model, max_tokens=MAX_TOKENS, temperature=0)
     out.out("")
     out.print(Text(answer.time_line(), style="green"), soft_wrap=True)

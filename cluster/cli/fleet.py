@@ -22,7 +22,7 @@ class NoCluster(Exception):
     """No cluster answers on the socket, or it stopped before its reply was complete."""
 
 
-def ask(path: Path, request: ControlMessage) -> Iterator[ControlReply]:
+def send_request(path: Path, request: ControlMessage) -> Iterator[ControlReply]:
     """Send a request and yield the replies up to the last; a change may take any time. Raises NoCluster."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(_CONNECT_S)
@@ -178,14 +178,13 @@ def _answers(kind: type, fields: Mapping[str, object], port: int, socket: Path |
     from rich.console import Console
     from rich.text import Text
 
-    from cluster.cli.fleet import NoCluster, ask
     from cluster.control.server import default_path
     from cluster.control.wire import MalformedRequest
 
     reason: str | None = None
     try:
         request = cast("ControlMessage", kind(**fields))
-        for reply in ask(socket or default_path(port), request):
+        for reply in send_request(socket or default_path(port), request):
             yield reply
             reason = reply.reason
     except ValidationError as error:

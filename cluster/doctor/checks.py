@@ -165,7 +165,7 @@ async def _ask_redis(name: str, settings: RedisSettings) -> Finding:
         link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, Random()), use="doctor", clock=time.monotonic)
         try:
             with _silenced("tandem.rpc.redis_link"):  # the finding says the same
-                await link.ask([("PING",)], vital=1)
+                await link.execute([("PING",)], vital=1)
         finally:
             await link.close()
     except (RedisDown, ConfigError) as error:

@@ -63,9 +63,12 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     console.print(table)
     wrong = sum(finding.status is Status.FAIL for finding in findings)
     warnings = sum(finding.status is Status.WARN for finding in findings)
-    if wrong:
-        console.print(
-            f"\n[bold red]{wrong} problem(s) prevent Tandem from running here[/bold red], {warnings} warning(s)"
-        )
+    if wrong == 1:
+        verdict = "[bold red]1 problem prevents Tandem from running here[/bold red]"
+    elif wrong:
+        verdict = f"[bold red]{wrong} problems prevent Tandem from running here[/bold red]"
     else:
-        console.print(f"\n[green]This machine can run Tandem[/green], {warnings} warning(s)")
+        verdict = "[green]This machine can run Tandem[/green]"
+    if warnings:
+        verdict += f", {warnings} warning{'' if warnings == 1 else 's'}"
+    console.print(f"\n{verdict}")

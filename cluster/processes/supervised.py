@@ -158,7 +158,7 @@ class SupervisedProcesses:
         elif self.rollout is None or not self.rollout.reports_end(name):
             self._watcher.on_note(Note(name=name, text="has left"))
         if self.rollout is not None:
-            self.rollout.gone(name, failure)
+            self.rollout.on_exit(name, failure)
 
     def _publish(self) -> None:
         """Publish the workers' addresses to routers."""

@@ -138,7 +138,7 @@ class Rollout:
         step = self.steps[self._position]
         return step.retire == name and not step.in_place
 
-    def gone(self, name: str, failure: str | None) -> None:
+    def on_exit(self, name: str, failure: str | None) -> None:
         """Record that a process has left the set; `failure` says why it never served."""
         if self.state is RolloutState.UNDER_WAY and name == self._added and self._waiting is _Waiting.ADDED:
             self._fail(failure or f"{name} has left")

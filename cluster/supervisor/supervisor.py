@@ -31,7 +31,7 @@ class Beats:
         self.look_at = now + LOOK_S
         """Time of the next call of `is_silent`."""
 
-    def heard(self, now: float) -> None:
+    def on_beat(self, now: float) -> None:
         self._watch.on_message(now)
 
     def is_silent(self, now: float) -> bool:
@@ -264,7 +264,7 @@ class Supervisor:
     def on_beat(self, name: str, now: float) -> None:
         """Record a heartbeat of a process."""
         if (beats := self._processes[name].beats) is not None:
-            beats.heard(now)
+            beats.on_beat(now)
 
     def on_room(self, name: str, has_room: bool, now: float) -> None:
         """Record whether there is room for a starting process: a needed one that has none may take longer."""

@@ -47,7 +47,7 @@ class Watch:
         """Errors of the routers that did not answer the last time."""
         return self._errors
 
-    async def ask(self) -> None:
+    async def refresh(self) -> None:
         """Query all routers at once; the earlier status stays when none of them answers."""
         answers = await asyncio.gather(*map(_status, self._clients))
         self._errors = [str(one) for one in answers if isinstance(one, ClientError)]
@@ -95,7 +95,7 @@ async def top(clients: Sequence[ChatClient], *, interval_s: float, once: bool, c
         for client in clients:
             await stack.enter_async_context(client)
         watch = Watch(clients, interactive=not once)
-        await watch.ask()
+        await watch.refresh()
         if once:
             return _print(watch, console)
         with _keys(watch.press), Live(watch.view(), console=console, screen=True, auto_refresh=False) as live:
@@ -128,7 +128,7 @@ async def _follow(watch: Watch, live: Live, interval_s: float) -> None:
             async with asyncio.timeout_at(due_s):
                 await watch.changed.wait()
         except TimeoutError:
-            await watch.ask()
+            await watch.refresh()
             due_s = loop.time() + interval_s
 
 

@@ -51,7 +51,7 @@ ARG SOURCE_DATE_EPOCH
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="tandem-router" \
-      org.opencontainers.image.description="Doors and placement of a Tandem cluster" \
+      org.opencontainers.image.description="HTTP and gRPC servers and placement of a Tandem cluster" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"

@@ -30,7 +30,7 @@ def stored_dtype(directory: Path) -> str:
     if stated := load_model_config(directory).stored_dtype:
         return stated
     if (path := ModelDirectory(directory).gguf_path()) is not None:
-        raise ConfigError(f"config.json: dtype is missing, and {path.name} does not say one: set model.dtype")
+        raise ConfigError(f"config.json: dtype is missing, and {path.name} does not state one: set model.dtype")
     # Imported late: it loads torch, which `tandem up` seldom needs.
     from engine.model.checkpoints.safetensors_files import Checkpoint
 

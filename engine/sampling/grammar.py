@@ -248,9 +248,9 @@ class LlGuides:
         text = unforced(grammar)
         matcher = llguidance.LLMatcher(self._loaded(llguidance), text, log_level=_SILENT, limits=limits)
         if matcher.is_error():
-            raise InvalidRequest("grammar: it cannot be compiled", param="grammar")
+            raise InvalidRequest("grammar: cannot be compiled", param="grammar")
         if random_walk_error(matcher, self._end_token_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS):
-            raise InvalidRequest("grammar: it takes too much to follow", param="grammar")
+            raise InvalidRequest("grammar: too expensive to evaluate", param="grammar")
         return _Compiled(_key(grammar), matcher, most_bytes(grammar))
 
     def _loaded(self, llguidance: Any) -> Any:

@@ -65,7 +65,7 @@ class Guides(Protocol):
 def unusable(guide: TokenGuide | None) -> ServingError:
     """The error of a request for which no token could be chosen."""
     if guide is not None and guide.is_too_costly:
-        return InvalidRequest("grammar: it takes too much to follow in this answer", param="grammar")
+        return InvalidRequest("grammar: too expensive to evaluate in this answer", param="grammar")
     if guide is not None and guide.has_refused:
         return InvalidRequest("the grammar allows no next token")
     return InternalError("the model's logits are not finite (NaN or infinity)")

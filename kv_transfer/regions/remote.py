@@ -56,7 +56,7 @@ class RemoteRegion:
         """Open the region's ends. Raises ConfigError for a forced transport that cannot work there."""
         try:
             async with asyncio.timeout(_OPEN_S):
-                report = await self.ask(pb.RegionOrder(open=wire.ends_to_pb(ends)))
+                report = await self.request(pb.RegionOrder(open=wire.ends_to_pb(ends)))
         except TimeoutError:
             raise ConfigError(f"{self.name}: has not opened its KV transports within {_OPEN_S:g} s") from None
         if report is None or report.HasField("failed"):
@@ -87,7 +87,7 @@ class RemoteRegion:
         if not self.ended:
             self._writer.write(wire.pack(order))
 
-    async def ask(self, order: pb.RegionOrder) -> pb.RegionReport | None:
+    async def request(self, order: pb.RegionOrder) -> pb.RegionReport | None:
         """Send an order and wait for its answer; None when the process has ended."""
         future: asyncio.Future[pb.RegionReport | None] = asyncio.get_running_loop().create_future()
 
@@ -127,7 +127,7 @@ class RemoteRegion:
     # ReceivingRegion
 
     async def offers(self) -> tuple[TransportOffer, ...]:
-        report = await self.ask(pb.RegionOrder(offer=pb.OfferEnds()))
+        report = await self.request(pb.RegionOrder(offer=pb.OfferEnds()))
         return () if report is None else decode_offers(report.offers.transports)
 
     def open_grant(self, grant: LaneGrant, opened: Callable[[OpenedGrant], None]) -> None:
@@ -150,7 +150,7 @@ class RemoteRegion:
         self.order(order, answered)
 
     async def verify(self, transport: str, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        report = await self.ask(
+        report = await self.request(
             pb.RegionOrder(
                 verify=pb.VerifyCells(
                     key=wire.key_to_pb(key), transport=transport, cells=wire.cells_to_pb(cells), checksum=checksum
@@ -187,7 +187,7 @@ class RemoteRegion:
                 wire_dtype=request.wire_dtype,
             )
         )
-        answer = asyncio.ensure_future(self.ask(order))
+        answer = asyncio.ensure_future(self.request(order))
         try:
             report = await asyncio.shield(answer)
         except asyncio.CancelledError:

@@ -70,7 +70,7 @@ class RegionServer:
         try:
             asyncio.run(self._serve())
         except Exception:
-            log.exception("the region of this rank is served no longer")  # the thread's outermost frame
+            log.exception("stopped serving this rank's KV region")  # the thread's outermost frame
             self._end_process()
         finally:
             self._sock.close()
@@ -256,7 +256,7 @@ class RegionServer:
 
     def _fail(self, error: BaseException) -> None:
         """End the process: rank 0 must not wait for an answer that will never come."""
-        log.error("an order of rank 0 ended in a bug", exc_info=error)
+        log.error("an order of rank 0 failed because of an internal error", exc_info=error)
         self._end_process()
         if self._writer is not None:
             self._writer.close()

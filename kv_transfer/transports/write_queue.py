@@ -152,7 +152,12 @@ class WriteQueue:
                 # The thread's outermost frame: the error would be lost. The write may have stopped anywhere, so the
                 # connection is unusable; the thread goes on to discard what is queued.
                 name = job.order.key.transfer_id
-                log.exception("%s: a KV write ended in a bug: %s", name, type(error).__name__, extra=about(name))
+                log.exception(
+                    "%s: a KV write failed because of an internal error: %s",
+                    name,
+                    type(error).__name__,
+                    extra=about(name),
+                )
                 self.fail_all(f"internal error: {type(error).__name__}")
         self._finish()
 
@@ -165,7 +170,7 @@ class WriteQueue:
         try:
             self._idle()
         except Exception as error:
-            log.exception("KV writes ended in a bug: %s", type(error).__name__)
+            log.exception("KV writes failed because of an internal error: %s", type(error).__name__)
             self.fail_all(f"internal error: {type(error).__name__}")
 
     def _forget(self, job: WriteJob) -> None:

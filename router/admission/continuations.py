@@ -29,7 +29,7 @@ class Continuations:
         """Whether a stream may bypass the queue now."""
         return stream not in self._begun_s and self._num_under_way < self._most
 
-    def begun(self, stream: RequestId) -> None:
+    def on_begin(self, stream: RequestId) -> None:
         now_s = self._clock()
         self._num_under_way += 1
         self._begun_s[stream] = now_s

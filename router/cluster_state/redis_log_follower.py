@@ -80,7 +80,7 @@ class CacheLogFollower:
     async def _load(self, key: WorkerKey) -> bool:
         """Load a worker's state; return whether there was one."""
         process = Process(*key)
-        (data,) = await self._link.ask([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
+        (data,) = await self._link.execute([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
         state: CacheState | None = None
         if data != b"":
             try:
@@ -100,7 +100,7 @@ class CacheLogFollower:
         keys = {self._keys.log(Process(*key)).encode(): key for key in positions}
         how = ("XREAD", "COUNT", _ENTRIES_AT_ONCE, "BLOCK", int(BLOCK_S * 1e3), "STREAMS")
         command: Command = (*how, *keys, *positions.values())
-        (reply,) = await self._link.ask([command], patience_s=BLOCK_S, fits=_is_reading)
+        (reply,) = await self._link.execute([command], patience_s=BLOCK_S, fits=_is_reading)
         if isinstance(reply, Refusal):
             await self._find_culprit(keys)
             return
@@ -123,7 +123,7 @@ class CacheLogFollower:
 
     async def _find_culprit(self, keys: dict[bytes, WorkerKey]) -> None:
         """Find the log that makes reading all of them fail because it is not a log, and start its worker again."""
-        replies = await self._link.ask([("XLEN", log) for log in keys])
+        replies = await self._link.execute([("XLEN", log) for log in keys])
         culprits = [key for key, reply in zip(keys.values(), replies, strict=True) if isinstance(reply, Refusal)]
         # No single log is at fault: Redis refuses the read itself.
         for key in culprits or keys.values():

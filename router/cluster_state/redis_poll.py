@@ -104,17 +104,17 @@ class RegistryPoll:
                 self._view.head(key, head)
         processes = self._reader.members("worker", marks, Process.parse)
         notices = [("GETRANGE", keys.notice(process), 0, SMALL_BYTES) for process in processes]
-        replies = await self._link.ask(notices) if notices else []
+        replies = await self._link.execute(notices) if notices else []
         self._directory.on_notices(self._notices(processes, replies), now_s)
         self._due_s = now_s + LOOK_S
 
     async def _ask(self, commands: list[Command]) -> list[Reply]:
         if self._spoilt:
             # Workers register themselves again within a second.
-            await self._link.ask([("DEL", self._keys.workers)])
+            await self._link.execute([("DEL", self._keys.workers)])
             self._spoilt = False
         try:
-            return await self._link.ask(commands)
+            return await self._link.execute(commands)
         except UntrustedReply:
             self._spoilt = True
             raise
@@ -167,7 +167,7 @@ class LoadExchange:
         writing = self._writing(content) if must_write else []
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
         try:
-            replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
+            replies = await self._link.execute([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
         except UntrustedReply:
             self._spoilt = True
             raise
@@ -178,7 +178,7 @@ class LoadExchange:
         changed = False
         for router, data in zip(others, values, strict=True):
             load = self._reader.opened("load", data, partial(codec.open_load, router=router))
-            changed |= self._peers.gone(router) if load is None else self._heard(load, now_s)
+            changed |= self._peers.remove(router) if load is None else self._heard(load, now_s)
         found = self._reader.members("router", members, _parse_router)
         self._others = tuple(sorted(router for router in found if router != self._router))
         return changed
@@ -195,7 +195,7 @@ class LoadExchange:
     async def leave(self) -> None:
         """Remove our load. Raises RedisDown."""
         keys = self._keys
-        await self._link.ask([("DEL", keys.load(self._router)), ("ZREM", keys.routers, f"{self._router:x}")])
+        await self._link.execute([("DEL", keys.load(self._router)), ("ZREM", keys.routers, f"{self._router:x}")])
 
     def _writing(self, content: _Content) -> list[Command]:
         self._sequence += 1

@@ -210,7 +210,7 @@ class AdmissionQueue:
         visits = []
         for request, entry, wanted in zip(requests, entered.entries, call, strict=True):
             if wanted.promised:
-                self._continuations.begun(request.request_id)
+                self._continuations.on_begin(request.request_id)
             if entry.waiting:
                 self.turns[entry] = loop.create_future()
             visit = AdmittedRequest(

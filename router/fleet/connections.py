@@ -118,7 +118,7 @@ class WorkerFleet:
                 session = await WorkerSession.open(channel, self._settings)
                 # Not before: a worker that has just died says nothing about the way to its successor's port.
                 self._stays_until_s[address] = now_s + _STAYS_S
-                logger.warning("the session with %s stays with gRPC: %s", address.address, error)
+                logger.warning("the session with %s remains on gRPC: %s", address.address, error)
                 return session
         return await WorkerSession.open(channel, self._settings)
 

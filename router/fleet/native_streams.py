@@ -174,6 +174,6 @@ def native_streams(most: int) -> Callable[[], NativeStreams] | None:
     try:
         library = NativeLibrary(build(RECIPE))
     except NativeUnavailable as error:
-        _log.info("tokens are written by Python: %s", error)
+        _log.info("native token writing is unavailable, using Python: %s", error)
         return None
     return partial(NativeStreams, library, StreamRoom(most))

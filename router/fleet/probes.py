@@ -151,7 +151,7 @@ class Canary(_Probe):
         decoders = [w for w in self._registry.snapshots() if w.info.role is WorkerRole.DECODE and not w.draining]
         return NO_TOKENS if decoders and not any(map(self.answering, decoders)) else None
 
-    async def ask(self, key: WorkerKey) -> bool:
+    async def probe(self, key: WorkerKey) -> bool:
         """Send one canary and record its outcome; whether a token came."""
         try:
             async with aclosing(self._generator.generate(self._request(key))) as deltas:
@@ -170,7 +170,7 @@ class Canary(_Probe):
         due = self._schedule.due(self._registry.snapshots(), self._clock())
         async with asyncio.TaskGroup() as tasks:
             for key in due:
-                tasks.create_task(self.ask(key))
+                tasks.create_task(self.probe(key))
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
         return RoutedRequest(

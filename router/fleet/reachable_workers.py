@@ -90,7 +90,7 @@ class ReachableWorkers:
 
     async def _answers(self, key: WorkerKey) -> bool:
         try:
-            return await self._canary.ask(key)
+            return await self._canary.probe(key)
         except Exception:  # noqa: BLE001  # ending here would block a cluster change that waits for this worker
             _log.exception("the canary for %s failed; it is sent again", key.worker_id)
             return False

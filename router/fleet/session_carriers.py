@@ -136,9 +136,9 @@ class DirectCarrier:
             if self._ended.done():
                 raise DirectFailed(f"{address} hung up: {self._ended.result() or 'without a reason'}")
             if not seen.done():
-                raise DirectFailed(f"{address} did not take the ticket within {timeout_s:g} s")
+                raise DirectFailed(f"{address} did not accept the session ticket within {timeout_s:g} s")
             if seen.result() is not grpc.aio.EOF or await call.code() is not grpc.StatusCode.OK:
-                raise DirectFailed(f"the worker did not end its call in order: {await call.details()}")
+                raise DirectFailed(f"the worker did not end its call properly: {await call.details()}")
         finally:
             seen.cancel()
             await asyncio.gather(seen, return_exceptions=True)

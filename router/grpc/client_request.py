@@ -95,7 +95,7 @@ def selection_of(request: pb.GenerateRequest) -> ChoiceSelection | None:
 
 def _beams(request: pb.GenerateRequest) -> BeamSearchParams | None:
     if request.early_stopping not in _EARLY:
-        raise InvalidRequest("early_stopping: false, true or never", param="early_stopping")
+        raise InvalidRequest("early_stopping must be false, true or never", param="early_stopping")
     return parse_beam_search(
         wanted=request.use_beam_search,
         width=_num(request, "best_of", request.n or 1),
@@ -153,7 +153,7 @@ def _or_true(request: pb.GenerateRequest | pb.TokenizeRequest, name: str) -> boo
 
 def _structure(request: pb.GenerateRequest) -> StructuredOutput | None:
     if request.sampling.HasField("grammar"):
-        raise InvalidRequest("sampling.grammar is the cluster's own: send structured_output", param="sampling.grammar")
+        raise InvalidRequest("sampling.grammar is internal: send structured_output", param="sampling.grammar")
     if not request.HasField("structured_output"):
         return None
     structured, kind = request.structured_output, request.structured_output.WhichOneof("kind")

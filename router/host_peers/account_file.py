@@ -280,7 +280,7 @@ class AccountFile:
     def _report_stuck(self) -> None:
         if not self._is_stuck:
             _log.error(
-                "%s has been locked for %g s by a router process that does not run: requests are counted without the "
+                "%s has been locked for %g s by a router process that is not running: requests are counted without the "
                 "lock until it is free",
                 self._path.name,
                 _LONGEST_LOCK_S,

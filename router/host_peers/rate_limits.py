@@ -60,7 +60,7 @@ class RateLimitFile:
             file.record(tag)
             return HostLimitUsage(self, tag)
         except OSError as error:
-            _log.error("%s: %s; a tenant's limits hold for each router process alone", self._path.name, error)
+            _log.error("%s: %s; tenant limits are now enforced per router process", self._path.name, error)
             return LimitUsage()
         finally:
             file.unlock()

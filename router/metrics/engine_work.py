@@ -103,19 +103,19 @@ class WorkMetrics(Collector):
         )
         right_at = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            f"Draft tokens that were right, by their place in the draft, from 0; `{_PLACES[-1]}`: all further ones",
+            f"Draft tokens accepted, by position in the draft, from 0; `{_PLACES[-1]}`: all further ones",
             labels=(*engine, "position"),
         )
         rate = GaugeMetricFamily(
             "vllm:spec_decode_draft_acceptance_rate",
-            "Share of verified draft tokens that were right, since the worker's start",
+            "Share of verified draft tokens that were accepted, since the worker's start",
             labels=engine,
         )
         own = tuple(
             CounterMetricFamily(name, text, labels=(*_WORKER, "source", "position"))
             for name, text in (
-                ("tandem_worker_draft_tokens", "Draft tokens verified, by source and place in the draft"),
-                ("tandem_worker_draft_accepted_tokens", "Those of them that were right"),
+                ("tandem_worker_draft_tokens", "Draft tokens verified, by source and position"),
+                ("tandem_worker_draft_accepted_tokens", "Draft tokens accepted, by source and position"),
             )
         )
         for labels, work in self._shown:

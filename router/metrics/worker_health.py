@@ -60,12 +60,12 @@ class LinkMetrics(Collector):
         labels = ("locality", "transport")
         speeds = GaugeMetricFamily(
             "tandem_link_bytes_per_second",
-            "KV bytes of a hand-off per second that its client waited for them, as placement expects of such links",
+            "Expected KV bytes per second of exposed hand-off time, by link class",
             labels=labels,
         )
         evidence = GaugeMetricFamily(
             "tandem_link_handoffs",
-            "Hand-offs over such links that this rests on; each counts half after two minutes",
+            "Hand-offs behind that estimate (half-life two minutes)",
             labels=labels,
         )
         for rate in self._pairs.rates(self._clock()):

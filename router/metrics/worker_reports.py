@@ -198,9 +198,9 @@ _TIER_COUNTERS: Mapping[str, str] = {
     "damaged": "Stored copies discarded because they were damaged, truncated or of another cache",
     "late": "Requests that stopped waiting for a tier and computed the blocks instead",
 }
-_TIER_SECONDS: Mapping[str, str] = {
-    "store_s": "tandem_worker_cache_store_seconds",
-    "load_s": "tandem_worker_cache_load_seconds",
+_TIER_SECONDS = {
+    "store_s": ("tandem_worker_cache_store_seconds", "Seconds spent storing blocks in a tier"),
+    "load_s": ("tandem_worker_cache_load_seconds", "Seconds spent loading blocks from a tier"),
 }
 
 
@@ -227,8 +227,8 @@ class TierMetrics(Collector):
         yield from (blocks, room)
         for field, text in _TIER_COUNTERS.items():
             yield self._counter(f"tandem_worker_cache_{field}", text, field)
-        for field, name in _TIER_SECONDS.items():
-            yield self._counter(name, "Seconds spent on those bytes", field)
+        for field, (name, text) in _TIER_SECONDS.items():
+            yield self._counter(name, text, field)
 
     def _counter(self, name: str, text: str, field: str) -> CounterMetricFamily:
         family = CounterMetricFamily(name, text, labels=_TIER)

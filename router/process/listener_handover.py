@@ -104,7 +104,7 @@ class RunningRouter:
             if config.handover_socket is None:  # the name contains only the port, and this router has another address
                 return None
             raise ConfigError(f"router: the router at {path} listens on other addresses: {addresses_json.decode()}")
-        _log.info("the running router will hand its ports over")
+        _log.info("the running router will hand over its ports")
         return cls(path, link, http)
 
     def reached(self) -> frozenset[str] | None:
@@ -266,7 +266,7 @@ class ListenerHandover:
                 self._leave()
 
     def _leave(self) -> None:
-        _log.info("a successor serves")
+        _log.info("a successor is serving")
         self.is_handed_over = True
         self._on_handed_over()
 
@@ -325,7 +325,7 @@ async def wait_for_workers(
         stop.cancel()
         registry.unwatch(changed.set)
     if missing is None:
-        _log.warning("taking over without knowing the predecessor's workers, because it does not answer")
+        _log.warning("taking over without knowing the previous router's workers: it does not answer")
     elif missing:
-        _log.warning("taking over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
+        _log.warning("taking over without sessions to %s, which the previous router has", ", ".join(sorted(missing)))
     return True

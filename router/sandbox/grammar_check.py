@@ -104,10 +104,10 @@ class GrammarProcess:
                 return await _exchange(process, data)
         except TimeoutError:
             await self.close()
-            return REFUSED + f"it takes more than {self._compile_s:g} s to compile".encode()
+            return REFUSED + f"takes more than {self._compile_s:g} s to compile".encode()
         except (asyncio.IncompleteReadError, OSError, RuntimeError):  # uvloop raises the last one for a closed pipe
             await self.close()
-            return REFUSED + b"it takes too much memory to compile"
+            return REFUSED + b"needs too much memory to compile"
 
     async def _start(self) -> Process:
         for _ in range(_TRIES):

@@ -80,7 +80,7 @@ def _read(text: str) -> tuple[str, str]:
     try:
         return json.dumps({"grammars": [{"lark_grammar": gbnf_to_lark.any_to_lark(text)}]}), ""
     except Exception as error:  # noqa: BLE001 - it raises Exception itself
-        return "", _one_line(str(error)) or "it cannot be parsed"
+        return "", _one_line(str(error)) or "cannot be parsed"
 
 
 def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
@@ -88,9 +88,9 @@ def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
     limits = llguidance.LLParserLimits(**LIMITS)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits)
     if matcher.is_error():
-        return _reason(matcher.get_error()) or "it cannot be compiled"
+        return _reason(matcher.get_error()) or "cannot be compiled"
     fault = random_walk_error(matcher, end_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS)
-    return fault and f"it takes too much to follow: {_reason(fault)}"
+    return fault and f"too expensive to evaluate: {_reason(fault)}"
 
 
 def _reason(error: str) -> str:

@@ -40,7 +40,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     rack: str = ""
     """Name of the rack, or another part of the network that is fast within itself; empty: unknown."""
     is_direct: bool = False
-    """Whether its session has a connection of its own; else it stays with gRPC."""
+    """Whether its session has a connection of its own; else it remains on gRPC."""
 
     @property
     def cache_tokens(self) -> int:

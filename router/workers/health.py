@@ -147,11 +147,11 @@ class WorkerHealth:
         if self.poison.lost(choice, key, self._clock(), still):
             self._condemn(request)
 
-    def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
+    def forget(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
         """Forget a choice that has ended; `workers`: those on which it was cancelled."""
         for key in workers:
             self.breakers.released(key)
-        self.poison.gone(choice)
+        self.poison.forget(choice)
 
     def _condemn(self, request: RoutedRequest) -> NoReturn:
         """Raise Unavailable rather than InternalError: workers also crash for other causes, and then a retry is

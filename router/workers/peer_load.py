@@ -74,7 +74,7 @@ class PeerLoads:
         self._reported[load.router] = _PeerReport(shares, now_s + self.lease_s)
         return True
 
-    def gone(self, router: Incarnation) -> bool:
+    def remove(self, router: Incarnation) -> bool:
         """Remove the load of a router that left or died. False when there was none."""
         return self._reported.pop(router, None) is not None
 

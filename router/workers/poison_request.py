@@ -95,7 +95,7 @@ class PoisonRequestTracker:
             self._choices[choice] = _TrackedChoice(workers=tracked.workers, has_run=True)
             self.trials.discard(choice)
 
-    def gone(self, choice: RequestId) -> None:
+    def forget(self, choice: RequestId) -> None:
         self._choices.pop(choice, None)
         self.trials.discard(choice)
 
@@ -124,7 +124,7 @@ class PoisonRequestTracker:
         tracked = self._choices.get(choice)
         if tracked is None or not tracked.accused or self.is_in_doubt(choice, now_s):
             return False
-        self.gone(choice)
+        self.forget(choice)
         return True
 
     def is_in_doubt(self, choice: RequestId, now_s: float) -> bool:

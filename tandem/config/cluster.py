@@ -247,8 +247,8 @@ class ClusterConfig(Section):
                 )
             if pool.nodes > 1 and self.engine.kv_memory == "private":
                 raise ValueError(
-                    f"engine.kv_memory must be shared where {name}.nodes is {pool.nodes}: only ranks of one machine can"
-                    " hand over KV that each has for itself"
+                    f"engine.kv_memory: private requires {name}.nodes: 1, got {pool.nodes}: the other nodes' ranks"
+                    " cannot hand off KV of their own yet"
                 )
             if pool.gpus is not None and self.ray.address is not None:
                 raise ValueError(f"{name}.gpus cannot be set on Ray, which assigns GPUs to workers")

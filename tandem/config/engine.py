@@ -66,9 +66,8 @@ class EngineSection(PinnedShares):
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     """Number of KV blocks. null: as many as `memory_bytes` holds, or on a CPU enough for 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """Memory of one worker for weights, workspace and KV. null: an even part, with the other workers there, of 80 % of
-    what is free in the machine or container when the worker starts, or of the GPU's whole memory. A sum over all
-    workers that exceeds what there is is an error."""
+    """Memory of one worker for weights, workspace and KV. null: an even share of 80 % of free memory (on a GPU: of
+    total memory), split among the workers there. It is an error if together they need more than the machine has."""
     max_batched_tokens: PositiveInt = 2048
     """Maximum number of tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
@@ -102,8 +101,8 @@ class EngineSection(PinnedShares):
     """Directory of the disk cache. Its files are not encrypted; they survive a restart if `secret` is set. Needs a
     tensor parallel size of 1."""
     kv_memory: Literal["shared", "private"] = "shared"
-    """Of a worker with several ranks on a CPU: one memory for their KV, or one for each rank that only this rank can
-    reach, as on GPUs. `private` is slower, serves to test what GPUs do, and needs workers on one node each."""
+    """Multi-rank workers on CPUs: ranks share one KV mapping, or each has its own, as on GPUs. `private` is slower and
+    meant for testing; each worker must be on one node."""
     pipelined: Switch = "auto"
     """Launch a step before the previous one has ended. `auto`: on a GPU only. Never with several ranks."""
     num_threads: PositiveInt | None = None

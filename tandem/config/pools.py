@@ -64,8 +64,8 @@ class PoolConfig(Section):
     join_s: Seconds = 600.0
     """With several `nodes`: how long a worker waits for its ranks on the other nodes before it exits."""
     rack: str = Field(default="", max_length=63)
-    """Rack, zone or other part of the network that is fast within itself in which the pool's workers are; where they
-    differ, set it for each process, as with `TANDEM_DECODE__RACK`. Until links are measured, placement expects
+    """Rack or zone of the pool's workers, within which the network is fast; where workers differ, set it for each
+    process, as with `TANDEM_DECODE__RACK`. Until links are measured, placement expects
     hand-offs between workers of one rack to be faster. Empty: unknown."""
     drain_s: Seconds = 30.0
     """Maximum time to finish outstanding work after SIGTERM."""

@@ -110,14 +110,14 @@ class GgufHeader:
         cursor = _Cursor(data, name)
         version = cursor.start()
         if version not in _VERSIONS:
-            raise ConfigError(f"{name}: version must be one of {_VERSIONS}, in little-endian order, is {version}")
+            raise ConfigError(f"{name}: version must be one of {_VERSIONS}, in little-endian order, got {version}")
         num_tensors = cursor.count("tensors", _MAX_TENSORS)
         num_metadata = cursor.count("entries of metadata", _MAX_METADATA)
         found: dict[str, Scalar | GgufArray] = {}
         for _ in range(num_metadata):
             key = cursor.text(_MAX_NAME_BYTES)
             if key in found:
-                raise ConfigError(f"{name}: {key!r:.120} is there twice")
+                raise ConfigError(f"{name}: {key!r:.120} appears twice")
             found[key] = cursor.value(cursor.unsigned(4))
         self.metadata: Mapping[str, Scalar | GgufArray] = found
         tensors = [cursor.tensor() for _ in range(num_tensors)]
@@ -166,7 +166,7 @@ class GgufHeader:
         for _ in range(array.count):  # they were found to lie in the file
             (size,) = _SIZE.unpack_from(self._data, position)
             if size > _MAX_ELEMENT_BYTES:
-                raise self.error(key, f"has a text of {size} bytes, at most {_MAX_ELEMENT_BYTES} are read")
+                raise self.error(key, f"has a string of {size} bytes; at most {_MAX_ELEMENT_BYTES} are supported")
             position += _SIZE.size + size
             stored.append(self._data[position - size : position])
         try:
@@ -204,7 +204,7 @@ class GgufHeader:
         if not isinstance(array, GgufArray):
             raise self.error(key, f"must be an array, is {_quoted(array)}")
         if array.count > _MAX_ELEMENTS:
-            raise self.error(key, f"has {array.count} elements, at most {_MAX_ELEMENTS} are read")
+            raise self.error(key, f"has {array.count} elements; at most {_MAX_ELEMENTS} are supported")
         return array
 
 
@@ -247,7 +247,7 @@ class _Cursor:
 
     def count(self, what: str, most: int) -> int:
         if (count := self.unsigned(8)) > most:
-            raise ConfigError(f"{self._where}: has {count} {what}, at most {most} are read")
+            raise ConfigError(f"{self._where}: has {count} {what}; at most {most} are supported")
         return count
 
     def unsigned(self, num_bytes: int) -> int:
@@ -256,11 +256,11 @@ class _Cursor:
     def text(self, most: int) -> str:
         size = self.unsigned(8)
         if size > most:
-            raise ConfigError(f"{self._where}: a text has {size} bytes, at most {most} are read")
+            raise ConfigError(f"{self._where}: a string has {size} bytes; at most {most} are supported")
         try:
             return self._bytes(size).decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{self._where}: a text is not UTF-8") from error
+            raise ConfigError(f"{self._where}: a string is not UTF-8") from error
 
     def value(self, kind: int) -> Scalar | GgufArray:
         if kind == _TEXT:
@@ -332,17 +332,17 @@ def _placed(
     for name, shape, number, offset in found:
         label = f"{where}: tensor {name!r:.120}"
         if name in tensors:
-            raise ConfigError(f"{label} is there twice")
+            raise ConfigError(f"{label} appears twice")
         if number not in BLOCK_TYPES:
             supported = ", ".join(block_type.name for block_type in BLOCK_TYPES.values())
-            raise ConfigError(f"{label} has type {number} of ggml; {supported} are read")
+            raise ConfigError(f"{label} has ggml type {number}; supported are {supported}")
         block_type = BLOCK_TYPES[number]
         if not all(shape) or shape[-1] % block_type.num_values:
-            raise ConfigError(f"{label} has shape {list(shape)}, rows must be whole blocks of {block_type.num_values}")
+            raise ConfigError(f"{label} has shape {list(shape)}: rows must be whole blocks of {block_type.num_values}")
         begin = start + offset
         end = begin + prod(shape) // block_type.num_values * block_type.num_bytes
         if end > size:
-            raise ConfigError(f"{label} ends at byte {end}, the file at {size}")
+            raise ConfigError(f"{label} ends at byte {end}, but the file has {size} bytes")
         tensors[name] = GgufTensor(name=name, block_type=block_type, shape=shape, begin=begin, end=end)
     for one, other in pairwise(sorted(tensors.values(), key=lambda tensor: tensor.begin)):
         if one.end > other.begin:

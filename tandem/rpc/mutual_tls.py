@@ -77,7 +77,7 @@ def tls_reason(error: ssl.SSLError, setting: str) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is refused: {error.verify_message}"
     if error.reason == "TLSV1_ALERT_PROTOCOL_VERSION":
-        return f"the peer speaks no TLS 1.3, and {setting} is set here"
+        return f"the peer does not support TLS 1.3, but {setting} is set here"
     return f"TLS: {error.reason or error}"
 
 

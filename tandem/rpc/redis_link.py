@@ -100,7 +100,7 @@ class RedisLink:
         """Wait until the circuit breaker allows a try."""
         await asyncio.sleep(self._breaker.wait_s(self._clock()))
 
-    async def ask(
+    async def execute(
         self,
         commands: Sequence[Command],
         *,
@@ -117,7 +117,7 @@ class RedisLink:
         replies = await self._bounded(commands, patience_s)
         if fits is not None and not all(isinstance(reply, Refusal) or fits(reply) for reply in replies):
             await self.close()
-            raise self._failed("an answer that no Redis gives")
+            raise self._failed("not a valid Redis reply")
         await self._judge(replies[:vital])
         return replies
 
@@ -174,9 +174,7 @@ class RedisLink:
         if self._connection is not None and self._search is not None and self._search.done():
             server, self._search = self._search.result(), None
             if server is not None and server != self._server:
-                _log.info(
-                    "sentinels name another Redis: %s instead of %s", server.display_name, self._server.display_name
-                )
+                _log.info("sentinels report a new master: %s (was %s)", server.display_name, self._server.display_name)
                 await self.close()
                 self._server = server
                 return

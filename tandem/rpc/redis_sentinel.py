@@ -85,14 +85,14 @@ class MasterFinder:
 
     def _parsed(self, reply: object) -> Address:
         if reply is None:
-            raise NoMaster(f"knows no master of the name {self._master!r}")
+            raise NoMaster(f"knows no master named {self._master!r}")
         match reply:
             case [bytes(host), bytes(port)] if len(port) <= _MAX_PORT_DIGITS:
                 try:
                     return split(join(host.decode("ascii"), int(port)))
                 except ValueError:
                     pass
-        raise NoMaster("an answer that no sentinel gives")
+        raise NoMaster("not a valid Sentinel reply")
 
 
 def is_master(role: object) -> bool:

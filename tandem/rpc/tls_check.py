@@ -44,7 +44,7 @@ async def check_peer(address: str, credentials: ClusterCredentials | None) -> Tl
                 if credentials is None:
                     return TlsCheck(
                         speaks_tls=True,
-                        mismatch="the peer takes TLS only, and this process has no certificates (cluster.tls)",
+                        mismatch="the peer accepts only TLS, and this process has no certificates (cluster.tls)",
                     )
                 mismatch = await _refusal(reader)
                 return TlsCheck(speaks_tls=True, mismatch=mismatch, not_after_s=not_after_s(shown))
@@ -57,7 +57,7 @@ async def check_peer(address: str, credentials: ClusterCredentials | None) -> Tl
     except ssl.SSLError as error:
         if error.reason not in _NO_TLS_RECORD:
             return TlsCheck(mismatch=f"the handshake failed: {error.reason or error}")
-        mismatch = None if credentials is None else "the peer speaks no TLS, and cluster.tls is on here"
+        mismatch = None if credentials is None else "the peer does not use TLS, but cluster.tls is on here"
         return TlsCheck(speaks_tls=False, mismatch=mismatch)
     except (OSError, ValueError):  # the latter: not an address
         return TlsCheck()

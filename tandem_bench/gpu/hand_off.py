@@ -79,7 +79,7 @@ def _by(name: str, pool: "_Pool", there: str) -> Findings:
         peer.round()
         rounds = [peer.round() for _ in range(ROUNDS)]
         yield figure(f"{name}: wrong chunks", peer.bad_chunks, "chunks", at_most=0)
-        yield figure(f"{name}: wrong bytes", peer.ask("compare"), "bytes", at_most=0)
+        yield figure(f"{name}: wrong bytes", peer.query("compare"), "bytes", at_most=0)
         yield figure(f"{name}: from pool to pool", max(written for written, _ in rounds), "GB/s")
         yield figure(f"{name}: verified", max(verified for _, verified in rounds), "GB/s")
 
@@ -187,12 +187,12 @@ class _Peer:
         results = [(first, future.result(_WAIT_S)) for first, future in chunks]
         written_s = time.perf_counter()
         for first, result in results:
-            self.bad_chunks += self.ask(f"verify {first} {self._chunk_blocks} {result.checksum}")
+            self.bad_chunks += self.query(f"verify {first} {self._chunk_blocks} {result.checksum}")
         verified_s = time.perf_counter()
         num_bytes = sum(result.num_bytes for _, result in results)
         return num_bytes / (written_s - started_s) / 1e9, num_bytes / (verified_s - written_s) / 1e9
 
-    def ask(self, line: str) -> int:
+    def query(self, line: str) -> int:
         """Return a number from the other process. Raises CannotMeasure when it has ended."""
         return int(self.expect(line))
 

@@ -91,7 +91,7 @@ def modest() -> tuple[str, ...]:
     return tuple(f"modest-{number}" for number in range(NUM_MODEST))
 
 
-async def ask(port: int, tenant: str, rng: Random) -> Answered:
+async def send_request(port: int, tenant: str, rng: Random) -> Answered:
     """Request one streamed completion on a connection of its own, at little cost. Raises OSError."""
     prompt = [rng.choice(_WORDS) for _ in range(PROMPT_TOKENS)]
     body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "stream": True}
@@ -144,7 +144,7 @@ class Load:
         async def client(rng: Random) -> None:
             nonlocal done
             while time.monotonic() < ends_s:
-                answered = await ask(self.port, modest()[0], rng)
+                answered = await send_request(self.port, modest()[0], rng)
                 done += answered.status == 200 and time.monotonic() <= ends_s
                 await asyncio.sleep(answered.retry_after_s or 0.0)
 
@@ -167,7 +167,7 @@ class Load:
         async with asyncio.TaskGroup() as group:
             for at_s, tenant in sorted(plan):
                 await asyncio.sleep(max(0.0, started_s + at_s - time.monotonic()))
-                tasks.append(group.create_task(ask(self.port, tenant, rng)))
+                tasks.append(group.create_task(send_request(self.port, tenant, rng)))
         return [task.result() for task in tasks]
 
 
@@ -200,7 +200,7 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
         figure("overload: goodput at 3x, of best", good / best if best else 0.0, "", at_least=0.9),
         figure("overload: refusals at 3x, p50", quantile(times_ms, 0.5), "ms"),
         figure("overload: refusals at 3x, p99", quantile(times_ms, 0.99), "ms", at_most=REJECTION_MS),
-        figure("overload: refusals at the door, p99", quantile(immediate, 0.99), "ms"),
+        figure("overload: immediate refusals, p99", quantile(immediate, 0.99), "ms"),
         figure("overload: refused after a wait", late / max(1, len(refused)), "of refusals"),
         figure("overload: refusals with Retry-After", retry_after, "", at_least=1.0),
         figure("overload: accepted in time at 3x", sum(a.is_good for a in served) / max(1, len(served)), ""),

@@ -52,8 +52,8 @@ async def served(
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
         )
-        async with HttpServer(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
-            yield Served(f"http://127.0.0.1:{door.port}/", whole, feed, parts)
+        async with HttpServer(app, host="127.0.0.1", port=port, grace_s=1.0) as running:
+            yield Served(f"http://127.0.0.1:{running.port}/", whole, feed, parts)
             feed.close()
 
 

@@ -103,7 +103,7 @@ GOOD: dict[str, Values] = {
         "test": {"keySecret": {"name": "one-key", "key": "k"}},
     },
     "secrets that stand, and no key to test with": {"secrets": {"apiKeys": {"existingSecret": "a"}}},
-    "open doors": {"secrets": {"apiKeys": {"enabled": False}}, "config": {"router": {"allow_open": True}}},
+    "open access": {"secrets": {"apiKeys": {"enabled": False}}, "config": {"router": {"allow_open": True}}},
     "model of a claim": {"model": {"source": "volume", "path": "/qwen/3", "cache": {"existingClaim": "models"}}},
     "model of the hub": {"model": {"source": "hub", "hub": {"id": "Qwen/Qwen3-0.6B", "revision": "a1b2c3"}}},
     "model of the hub with a token and a claim": {
@@ -352,7 +352,7 @@ BAD: dict[str, tuple[Values, str]] = {
         "decode.terminationGracePeriodSeconds: 45 s",
     ),
     "margin": ({"terminationMarginSeconds": 1}, "/terminationMarginSeconds"),
-    "open doors unsaid": ({"secrets": {"apiKeys": {"enabled": False}}}, "secrets.apiKeys.enabled"),
+    "open access unconfirmed": ({"secrets": {"apiKeys": {"enabled": False}}}, "secrets.apiKeys.enabled"),
     "locked probes": (
         {"config": {"router": {"operator_access": {"readyz": "key"}}}},
         "config.router.operator_access.readyz",

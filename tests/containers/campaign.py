@@ -96,7 +96,7 @@ async def ask(nodes: Nodes, first: int, prompt: Sequence[int], max_tokens: int) 
     options = Options(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=_PATIENCE_S)
     token_ids: list[int] = []
     came_s, pause_s = time.monotonic(), 0.0
-    async with AsyncClient(nodes.doors(first), api_key=nodes.key, max_reconnects=16) as client:
+    async with AsyncClient(nodes.router_addresses(first), api_key=nodes.key, max_reconnects=16) as client:
         async for piece in client.stream(list(prompt), options):
             now_s = time.monotonic()
             came_s, pause_s = now_s, max(pause_s, now_s - came_s)

@@ -142,7 +142,7 @@ class Nodes:
     def log(self, name: str) -> str:
         return self._engine.logs(name)
 
-    def doors(self, first: int) -> list[str]:
+    def router_addresses(self, first: int) -> list[str]:
         """Addresses of gRPC of the routers that are here, beginning at one of them."""
         here = [self.addresses[name] for name in ROUTERS if name in self.addresses]
         return [f"{here[(first + i) % len(here)]}:8001" for i in range(len(here))]

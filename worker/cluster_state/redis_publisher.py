@@ -147,9 +147,9 @@ class ClusterStatePublisher:
             ("STRLEN", cache_keys[1]),
             ("XLEN", cache_keys[2]),
         ]
-        *kept, head, state_bytes, num_entries = await self._link.ask(commands, vital=1)
+        *kept, head, state_bytes, num_entries = await self._link.execute(commands, vital=1)
         if isinstance(kept[1], Refusal):  # the key holds a value of another type
-            await self._link.ask([("DEL", keys.workers), commands[1]])
+            await self._link.execute([("DEL", keys.workers), commands[1]])
         if not journal.on_read(self._extent_in_redis(head, state_bytes, num_entries)) and self._num_states:
             _log.info("this worker's cache in Redis is not what was written: writing all of it again")
 
@@ -192,7 +192,7 @@ class ClusterStatePublisher:
         taken = (keys.notice(process), keys.head(process), keys.state(process), keys.log(process))
         try:
             if self._link.health.is_up:
-                await self._link.ask([("DEL", *taken), ("ZREM", keys.workers, process.mark)])
+                await self._link.execute([("DEL", *taken), ("ZREM", keys.workers, process.mark)])
         except RedisDown:
             _log.info("Redis does not answer: this worker's entries will expire with their lease")
         finally:

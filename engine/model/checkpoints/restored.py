@@ -46,7 +46,10 @@ class RestoredCheckpoint:
             if parts := stored_format.parts(name.removesuffix(_WEIGHT), shape, entries):
                 self._parts[name] = parts
         if not self._parts:
-            raise ConfigError(f"config.json: quantization_config says {stored_format.description}; no tensor is so")
+            raise ConfigError(
+                "config.json: quantization_config declares "
+                f"{stored_format.description}, but no tensor is stored that way"
+            )
         used = {self._stored(name, part) for name, parts in self._parts.items() for part in parts}
         rest = {name for name in checkpoint.names - used if not name.endswith(stored_format.unused or "\0")}
         self.names = frozenset(rest - self._surplus_biases(rest, shapes)) | self._parts.keys()
@@ -68,7 +71,7 @@ class RestoredCheckpoint:
             self._checkpoint.require(name, shape)
             return
         if self._shapes[name] != shape:
-            raise ConfigError(f"checkpoint: {name} has shape {list(self._shapes[name])}, wanted {list(shape)}")
+            raise ConfigError(f"checkpoint: {name} has shape {list(self._shapes[name])}, expected {list(shape)}")
         for part, spec in self._parts[name].items():
             self._checkpoint.require_stored(self._stored(name, part), spec.dtypes, spec.shapes)
 

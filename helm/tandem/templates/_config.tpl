@@ -80,7 +80,7 @@ builtin
 {{- $v := .Values -}}
 {{- $c := include "tandem.effective" . | fromYaml -}}
 {{- include "tandem.checkNames" . -}}
-{{- include "tandem.checkDoors" (dict "root" . "c" $c) -}}
+{{- include "tandem.checkAccess" (dict "root" . "c" $c) -}}
 {{- include "tandem.checkModel" . -}}
 {{- include "tandem.checkRedis" $v.redis -}}
 {{- if and (has $c.transfer.transport (list "shm" "cuda_ipc" "memory")) -}}
@@ -134,11 +134,11 @@ builtin
 {{- end -}}
 
 {{/* A dict of `root`, `c`. */}}
-{{- define "tandem.checkDoors" -}}
+{{- define "tandem.checkAccess" -}}
 {{- $v := .root.Values -}}
 {{- $access := .c.router.operator_access -}}
 {{- if and (not $v.secrets.apiKeys.enabled) (not .c.router.allow_open) -}}
-{{- fail "secrets.apiKeys.enabled: false opens the doors to everybody who reaches them; config.router.allow_open: true says that this is meant" -}}
+{{- fail "secrets.apiKeys.enabled: false serves anyone who can reach it; set config.router.allow_open: true to confirm" -}}
 {{- end -}}
 {{- range $page := list "health" "readyz" -}}
 {{- if ne (index $access $page) "open" -}}

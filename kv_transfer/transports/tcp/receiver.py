@@ -168,9 +168,9 @@ class TcpReceiver:
         if first is not None and (first == tcp_frames.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
             if tls is not None:
                 channel.send_in_the_clear(tcp_frames.pack_answer(FrameKind.NEEDS_TLS, 0))
-                raise TransferError(f"the sender speaks no TLS, and {tls.setting} is set here")
+                raise TransferError(f"the sender does not use TLS, but {tls.setting} is set here")
             channel.send_in_the_clear(tcp_frames.TLS_ALERT)
-            raise TransferError(f"the sender speaks TLS, and {NO_CERTIFICATES}")
+            raise TransferError(f"the sender uses TLS, and {NO_CERTIFICATES}")
         if isinstance(channel, TlsChannel):
             channel.do_handshake(deadline_s)
 
@@ -181,12 +181,12 @@ class TcpReceiver:
         name = header.write_id
         with self._lock:
             if channel not in self._greeting:
-                raise TransferError("dropped before its HELLO: too many connections wait")
+                raise TransferError("too many connections are waiting to send their HELLO")
             if name not in self._peers and len(self._peers) >= MAX_CONNECTIONS:
-                raise TransferError(f"{MAX_CONNECTIONS} senders are connected")
+                raise TransferError(f"{MAX_CONNECTIONS} senders are connected already")
             peer = self._peers.setdefault(name, Peer())
             if len(peer.channels) >= MAX_STREAMS:
-                raise TransferError(f"a sender with more than {MAX_STREAMS} streams")
+                raise TransferError(f"the sender has more than {MAX_STREAMS} streams")
             del self._greeting[channel]
             peer.channels.add(channel)
         answer(channel, FrameKind.DONE, name)

@@ -115,9 +115,9 @@ class TcpSender:
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TcpWriter:
         advert = _parse(offer.advert)
         if advert.fingerprint and self._settings.tls is None:
-            raise TransferError(f"the receiver takes TLS only, and {NO_CERTIFICATES}")
+            raise TransferError(f"the receiver accepts only TLS, and {NO_CERTIFICATES}")
         if self._settings.tls is not None and not advert.fingerprint:
-            raise TransferError(f"the receiver speaks no TLS, and {self._settings.tls.setting} is set here")
+            raise TransferError(f"the receiver does not use TLS, but {self._settings.tls.setting} is set here")
         deadline_s = time.monotonic() + CONNECT_S
         name = secrets.randbits(64)
         channels: list[ByteChannel] = []
@@ -166,7 +166,7 @@ def _handshake(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> N
     data = receive_exactly(channel, tcp_frames.ANSWER_BYTES, within_s=left_s)
     answer = None if data is None else tcp_frames.unpack_answer(data)
     if answer == (FrameKind.NEEDS_TLS, 0):
-        raise TransferError(f"the receiver takes TLS only, and {NO_CERTIFICATES}")
+        raise TransferError(f"the receiver accepts only TLS, and {NO_CERTIFICATES}")
     if answer != (FrameKind.DONE, hello.write_id):
         raise TransferError("the receiver refused the connection")
 

@@ -33,7 +33,7 @@ class GenerationDefaults:
                 missing[name] = value
         return sampling._replace(**missing) if missing else sampling
 
-    def shown(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float]:
         """Return all defaults by their names in requests."""
         return {**self.sampling, **({"max_tokens": self.max_tokens} if self.max_tokens is not None else {})}
 

@@ -49,7 +49,7 @@ class StoredFile:
     created_s: int
     expires_s: int
 
-    def shown(self) -> dict[str, Any]:
+    def api_object(self) -> dict[str, Any]:
         """Return the file object of OpenAI's API."""
         return {
             "id": self.id,
@@ -100,7 +100,7 @@ class StoredBatch:
         """Load a batch that `to_json` wrote. Raises LookupError, TypeError or ValueError for anything else."""
         return cls(**data | {"status": BatchStatus(data["status"]), "errors": tuple(data["errors"])})
 
-    def shown(self, *, is_cancelled: bool) -> dict[str, Any]:
+    def api_object(self, *, is_cancelled: bool) -> dict[str, Any]:
         """Return the batch object of OpenAI's API. `is_cancelled`: a client requested cancellation."""
         status = BatchStatus.CANCELLING if is_cancelled and not self.status.is_final else self.status
         errors = {"object": "list", "data": list(self.errors)} if self.errors else None

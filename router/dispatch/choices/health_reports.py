@@ -94,7 +94,7 @@ class ChoiceHealthReporter:
         if still := self._beside(run):
             self._health.left(self._name, taken_back, still=still)
         else:
-            self._health.gone(self._name, taken_back)
+            self._health.forget(self._name, taken_back)
 
     def _beside(self, run: Hashable) -> Workers:
         beside: Workers = ()

@@ -1,9 +1,9 @@
 """The progress of one choice across its attempts: which tokens its client has, and what follows a failure.
 
-The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the client
-already has (sampling noise depends on seed, choice and position only, so the text is that of an undisturbed run); a
-failed hand-off by another prefill worker, then by computing on the decode worker. When every worker is full, the choice
-waits for room. Bounds: `max_attempts` in a row without progress, the router's retry budget, and the request's deadline.
+After a refusal or the loss of a worker, another worker continues after the tokens that the client already has (sampling
+noise depends on seed, choice and position only, so the text is that of an undisturbed run). After a failed hand-off,
+another prefill worker is tried, then the decode worker computes the prompt. When every worker is full, the choice waits
+for room. Bounds: `max_attempts` in a row without progress, the router's retry budget, and the request's deadline.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,7 @@ class MessagesUsage:
         elif delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         read = self.cached_tokens
         # What both breakpoints cover is written once, for the longer time.
         long = max(0, self._marked["1h"] - read)
@@ -96,7 +96,7 @@ def whole_message(prepared: PreparedRequest, model: str, choice: TextDelta) -> d
         **_head(prepared, model),
         "content": blocks or [_NO_TEXT],
         **_ending(reader, choice),
-        "usage": usage.shown(),
+        "usage": usage.to_json(),
     }
 
 
@@ -129,7 +129,7 @@ class MessageStream(TextSink):
 
     def _opening(self) -> list[bytes]:
         message: dict[str, Any] = _head(self._prepared, self._model)
-        message |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage.shown()}
+        message |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage.to_json()}
         return [typed_event({"type": "message_start", "message": message}), typed_event({"type": "ping"})]
 
     def _piece(self, piece: Piece) -> list[bytes]:
@@ -162,7 +162,9 @@ class MessageStream(TextSink):
         return [
             *([] if self._index >= 0 else self._block(_NO_TEXT)),
             *self._end_block(),
-            typed_event({"type": "message_delta", "delta": _ending(self._reader, delta), "usage": self._usage.shown()}),
+            typed_event(
+                {"type": "message_delta", "delta": _ending(self._reader, delta), "usage": self._usage.to_json()}
+            ),
             typed_event({"type": "message_stop"}),
         ]
 

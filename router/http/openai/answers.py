@@ -80,7 +80,7 @@ class ChatAnswer:
         """Return the content, then the end."""
         chunks = []
         logprobs = self.logprobs(delta)
-        shown = self.shown(delta)
+        shown = self.text_fields(delta)
         if shown or logprobs or (self._head.return_token_ids and delta.tokens):
             choice = _chat_choice(delta.choice_index, shown or {"content": ""})
             choice["logprobs"] = logprobs
@@ -92,7 +92,7 @@ class ChatAnswer:
             chunks.append(self._chunk([_chat_choice(delta.choice_index, {}) | ending]))
         return chunks
 
-    def shown(self, delta: TextDelta) -> dict[str, Any]:
+    def text_fields(self, delta: TextDelta) -> dict[str, Any]:
         """Return the fields for the delta's text; empty when there is nothing to show."""
         return {"content": delta.text} if delta.text else {}
 

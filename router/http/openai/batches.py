@@ -135,7 +135,7 @@ class BatchRoutes:
                 now_s = self._now()
                 return self._store.add_file(tenant, content, filename=upload.filename, purpose="batch", now_s=now_s)
 
-            return (await asyncio.to_thread(add)).shown()
+            return (await asyncio.to_thread(add)).api_object()
         finally:
             await asyncio.to_thread(content.unlink, missing_ok=True)
 
@@ -143,11 +143,11 @@ class BatchRoutes:
         """List the tenant's files."""
         found = await asyncio.to_thread(self._store.files, request.state.tenant)
         wanted = [file for file in found if query.purpose in (None, file.purpose)]
-        return _page(query, wanted if query.order == "desc" else wanted[::-1], StoredFile.shown)
+        return _page(query, wanted if query.order == "desc" else wanted[::-1], StoredFile.api_object)
 
     async def get_file(self, request: Request, file_id: _Id) -> dict[str, Any]:
         """Describe one of the tenant's files."""
-        return (await asyncio.to_thread(self._store.file, request.state.tenant, file_id)).shown()
+        return (await asyncio.to_thread(self._store.file, request.state.tenant, file_id)).api_object()
 
     async def get_content(self, request: Request, file_id: _Id) -> Response:
         """Return the content of a file."""
@@ -187,7 +187,7 @@ class BatchRoutes:
         )
         await asyncio.to_thread(self._store.add_batch, batch, most=self._config.max_batches)
         self._runner.wake()
-        return batch.shown(is_cancelled=False)
+        return batch.api_object(is_cancelled=False)
 
     async def list_batches(self, request: Request, query: Annotated[ListQuery, Query()]) -> dict[str, Any]:
         """List the tenant's batches."""
@@ -208,7 +208,7 @@ class BatchRoutes:
             return self._shown(batch)
 
     def _shown(self, batch: StoredBatch) -> dict[str, Any]:
-        return batch.shown(is_cancelled=not batch.status.is_final and self._store.is_cancelled(batch))
+        return batch.api_object(is_cancelled=not batch.status.is_final and self._store.is_cancelled(batch))
 
 
 @contextlib.asynccontextmanager

@@ -77,5 +77,5 @@ class TextRoutes:
             "parent": None,
             "max_model_len": model.max_model_len,
             "has_chat_template": model.has_chat_template,
-            "default_sampling_params": model.defaults.shown(),
+            "default_sampling_params": model.defaults.to_json(),
         }

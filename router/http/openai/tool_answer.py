@@ -38,7 +38,7 @@ class CallingChatAnswer(ChatAnswer):
             chunk["choices"][0]["delta"]["content"] = None
         return chunks
 
-    def shown(self, delta: TextDelta) -> dict[str, Any]:
+    def text_fields(self, delta: TextDelta) -> dict[str, Any]:
         message = _message(self._readers[delta.choice_index].read(delta))
         return _in_older_form(message) if self._is_older_form else message
 
@@ -49,7 +49,7 @@ class CallingChatAnswer(ChatAnswer):
         return _FUNCTION if self._is_older_form and reason == CALLED else reason
 
     def whole_message(self, delta: TextDelta) -> dict[str, Any]:
-        message = self.shown(delta)
+        message = self.text_fields(delta)
         calls, function = message.get("tool_calls"), message.get(_FUNCTION)
         content: dict[str, Any] = {
             "content": message.get("content", "" if calls is None and function is None else None)

@@ -75,7 +75,7 @@ class ConnectionWatch:
             return True
         if self.now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = self.now_s()
-            _log.warning("%d connections are open: closing the idlest", self.table.limits.most)
+            _log.warning("%d connections are open: closing the one idle longest", self.table.limits.most)
         if gone is not connection:
             gone.give_up()
         return gone is not connection

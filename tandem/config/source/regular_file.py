@@ -38,7 +38,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_SMALL_BYTES, check: Ch
     except OSError as error:
         raise UnreadableFile(f"{path}: {error.strerror or type(error).__name__}") from None
     except ValueError:  # a NUL in a path
-        raise UnreadableFile(f"{str(path)!r} is no path") from None
+        raise UnreadableFile(f"{str(path)!r} is not a valid path") from None
 
 
 def read_regular_text(

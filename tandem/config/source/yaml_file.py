@@ -25,7 +25,7 @@ class PlainLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"a key is a list or a mapping (line {key.start_mark.line + 1})")
             if key.value in keys:
-                raise ConfigError(f"key {key.value!r} stands twice (line {key.start_mark.line + 1})")
+                raise ConfigError(f"duplicate key {key.value!r} (line {key.start_mark.line + 1})")
             keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 

@@ -84,7 +84,7 @@ def num_different(found: Sequence[Tokens | None], expected: Sequence[Tokens], nu
     )
 
 
-async def ask(
+async def send_prompts(
     client: Client,
     asked: Sequence[Question],
     *,

@@ -17,7 +17,7 @@ from tandem_bench.client import Client
 from tandem_bench.clusters import COLOCATED, RunningCluster
 from tandem_bench.errors import CannotMeasure, ClusterFailed
 from tandem_bench.gpu.cluster.fleet import Fleet, Found, Step
-from tandem_bench.gpu.cluster.load import Answers, Tokens, ask, num_different, questions
+from tandem_bench.gpu.cluster.load import Answers, Tokens, num_different, questions, send_prompts
 from tandem_bench.gpu.cluster.plan import PAIRS, Plan, setups
 from tandem_bench.gpu.stage import Findings, Note, Stage
 from tandem_bench.make_model import write_model
@@ -80,7 +80,9 @@ class Expected:
     async def learn(self, _cluster: RunningCluster, client: Client) -> Found:
         """Have the colocated cluster answer everything. Raises ClusterFailed unless it does."""
         plan = self._plan
-        answers = await ask(client, self.asked, num_tokens=plan.long_tokens, concurrency=plan.few, salt="expected")
+        answers = await send_prompts(
+            client, self.asked, num_tokens=plan.long_tokens, concurrency=plan.few, salt="expected"
+        )
         if answers.errors:
             raise ClusterFailed(f"{len(answers.errors)} requests failed, the first: {answers.errors[0]}")
         self.tokens = [tokens for tokens in answers.tokens if tokens is not None]
@@ -122,9 +124,9 @@ async def _streams(transport: str, client: Client, plan: Plan, expected: Expecte
     name = f"cluster.{transport}.{count}"
     asked = expected.asked[:count]
     start = await _reported(client, transport, at_least=0)
-    warm = await ask(client, asked, num_tokens=plan.num_tokens, concurrency=count, salt=f"{name} first")
+    warm = await send_prompts(client, asked, num_tokens=plan.num_tokens, concurrency=count, salt=f"{name} first")
     before = await _reported(client, transport, at_least=start.count + count)
-    answers = await ask(client, asked, num_tokens=plan.num_tokens, concurrency=count, salt=name)
+    answers = await send_prompts(client, asked, num_tokens=plan.num_tokens, concurrency=count, salt=name)
     after = await _reported(client, transport, at_least=before.count + count)
     moved = after.num_bytes - before.num_bytes
     return [
@@ -164,7 +166,9 @@ async def _kill(
 
     retries = sum((await client.counts("tandem_dispatch_retries_total")).values())
     lost = (await client.counts("tandem_workers_lost_total")).get(victim, 0.0)
-    answers = await ask(client, asked, num_tokens=num_tokens, concurrency=plan.few, salt=name, on_tokens=on_tokens)
+    answers = await send_prompts(
+        client, asked, num_tokens=num_tokens, concurrency=plan.few, salt=name, on_tokens=on_tokens
+    )
     retries = sum((await client.counts("tandem_dispatch_retries_total")).values()) - retries
     lost = (await client.counts("tandem_workers_lost_total")).get(victim, 0.0) - lost
     return [
@@ -184,7 +188,7 @@ async def _restored(transport: str, client: Client, plan: Plan, expected: Expect
         await _until_live(client, role, PAIRS)
     waited = figure(f"{name}: waited for workers", time.monotonic() - started_s, "s")
     asked = expected.asked[: plan.few]
-    answers = await ask(client, asked, num_tokens=plan.num_tokens, concurrency=plan.few, salt=name)
+    answers = await send_prompts(client, asked, num_tokens=plan.num_tokens, concurrency=plan.few, salt=name)
     return [waited, *expected.judge(name, answers, plan.num_tokens)]
 
 

@@ -25,7 +25,7 @@ ENOUGH = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("doors")
+    made = tmp_path_factory.mktemp("access")
     Authority().issue(made, name="127.0.0.1")
     write_keys(made, "first-key")
     return made

@@ -51,7 +51,7 @@ async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluste
     assert set((await cluster.figures("tandem_worker_session_direct")).values()) == {1.0}
     for worker in cluster.local.workers:
         found = await check_peer(worker.address, None)
-        assert found.mismatch == "the peer takes TLS only, and this process has no certificates (cluster.tls)"
+        assert found.mismatch == "the peer accepts only TLS, and this process has no certificates (cluster.tls)"
         assert (await check_peer(worker.address, credentials(folder))).not_after_s is not None
 
     async def watched():

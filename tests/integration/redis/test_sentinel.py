@@ -208,7 +208,7 @@ class LinkRig:
         self.link = RedisLink(settings, breaker, use="poll", clock=lambda: self.now_s)
 
     async def sets(self, key: str) -> None:
-        assert await self.link.ask([("SET", key, "1")], vital=1) == [b"OK"]
+        assert await self.link.execute([("SET", key, "1")], vital=1) == [b"OK"]
 
     async def rechecks(self, key: str) -> None:
         """Set a key, and wait until the sentinels that are asked meanwhile have answered."""
@@ -246,7 +246,7 @@ async def test_redis_link_follows_sentinel_away_from_live_server(
         await rig.sets("f")
         assert (other.do("DBSIZE"), sentinel.num_asked) == (3, 3), "without an answer the server stays"
         await rig.link.close()
-    assert f"another Redis: 127.0.0.1:{other.port}/0 instead of 127.0.0.1:{one.port}/0" in caplog.text
+    assert f"a new master: 127.0.0.1:{other.port}/0 (was 127.0.0.1:{one.port}/0)" in caplog.text
 
 
 async def test_redis_link_skips_failing_sentinels(servers: tuple[RedisServer, RedisServer]) -> None:
@@ -311,12 +311,12 @@ async def test_search_among_silent_sentinels_is_bounded_as_a_whole(monkeypatch: 
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (b"*-1\r\n", "knows no master of the name 'mymaster'"),
+        (b"*-1\r\n", "knows no master named 'mymaster'"),
         (b"-NOAUTH Authentication required.\r\n", "Authentication required"),
-        (b"+OK\r\n", "an answer that no sentinel gives"),
-        (b"*2\r\n$1\r\n \r\n$1\r\n1\r\n", "an answer that no sentinel gives"),
-        (b"*2\r\n$1\r\nh\r\n$5\r\n99999\r\n", "an answer that no sentinel gives"),
-        (b"*2\r\n$2\r\n\xff\xff\r\n$1\r\n1\r\n", "an answer that no sentinel gives"),
+        (b"+OK\r\n", "not a valid Sentinel reply"),
+        (b"*2\r\n$1\r\n \r\n$1\r\n1\r\n", "not a valid Sentinel reply"),
+        (b"*2\r\n$1\r\nh\r\n$5\r\n99999\r\n", "not a valid Sentinel reply"),
+        (b"*2\r\n$2\r\n\xff\xff\r\n$1\r\n1\r\n", "not a valid Sentinel reply"),
         (b"$5000\r\n" + b"x" * 5000 + b"\r\n", "a reply is larger than"),
         (None, "no answer within 0.3 s"),
     ],
@@ -342,7 +342,7 @@ async def test_doctor_asks_redis_through_each_sentinel(servers: tuple[RedisServe
         (f"sentinel {sentinels[1]}", Status.WARN),
     ]
     assert found[0].detail == f"Redis at 127.0.0.1:{one.port}/0 answers"
-    assert "knows no master of the name 'mymaster'" in found[1].detail
+    assert "knows no master named 'mymaster'" in found[1].detail
     (direct,) = await asyncio.to_thread(cluster_state, load(None, {"redis.url": one.url}))
     assert (direct.name, direct.status) == ("cluster state", Status.OK)
     assert cluster_state(load(None)) == []

@@ -81,4 +81,4 @@ async def test_redis_unreadable_ca_counts_as_down(tmp_path: Path, kind: str, mes
     settings = RedisSettings(host="127.0.0.1", port=1, tls=True, ca=str(tmp_path / kind), timeout_s=20.0)
     link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, random.Random(0)), use="poll", clock=lambda: 0.0)
     with pytest.raises(RedisDown, match=rf"redis\.ca: {tmp_path / kind}: {message}"):
-        await link.ask([("PING",)])
+        await link.execute([("PING",)])

@@ -94,9 +94,9 @@ class Batch:
         plan = self._plan
         times = settings(chunk_bytes=plan.chunk_bytes, wire_dtype=plan.wire_dtype, write_window=plan.write_window)
         async with AsyncExitStack() as stack:
-            doors = [self._ends.receiver(plan, region, self._injector) for region in self._there.regions]
+            receivers = [self._ends.receiver(plan, region, self._injector) for region in self._there.regions]
             regions = [
-                LocalSendingRegion(region, (self._ends.sender(plan, region, self._injector, doors.__getitem__),))
+                LocalSendingRegion(region, (self._ends.sender(plan, region, self._injector, receivers.__getitem__),))
                 for region in self._here.regions
             ]
             local = _local("p", _PREFILL, self._here.regions[0])
@@ -112,7 +112,8 @@ class Batch:
             self._route = partial(self._route, address=f"127.0.0.1:{port}")
             local = _local("d", _DECODE, self._there.regions[0])
             there = [
-                LocalReceivingRegion(region, (door,)) for region, door in zip(self._there.regions, doors, strict=True)
+                LocalReceivingRegion(region, (receiver,))
+                for region, receiver in zip(self._there.regions, receivers, strict=True)
             ]
             receiving = await stack.enter_async_context(
                 ReceiverHub(local, owner=self._decode, regions=there, dialer=self._dialer(), settings=times)

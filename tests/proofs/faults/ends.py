@@ -47,10 +47,10 @@ class Ends:
         return RelayedReceiver(self._receiver(plan, region), injector, around)
 
     def sender(
-        self, plan: BatchPlan, region: KVRegion, injector: Injector, door: Callable[[int], RelayedReceiver]
+        self, plan: BatchPlan, region: KVRegion, injector: Injector, receiver_of: Callable[[int], RelayedReceiver]
     ) -> FaultySender:
-        """`door`: the receiver of a region that it may connect to."""
-        return FaultySender(self._sender(plan, region), injector, region, door, LONG_STALL_S)
+        """`receiver_of`: the receiver of a region that it may connect to."""
+        return FaultySender(self._sender(plan, region), injector, region, receiver_of, LONG_STALL_S)
 
     def _receiver(self, plan: BatchPlan, region: KVRegion) -> KVReceiver:
         if plan.transport == "torch_dist":

@@ -34,18 +34,18 @@ class _Late:
 
 
 class FaultySender:
-    """A KVSender around another one. `door`: the receiver of a region at the other end, in this process."""
+    """A KVSender around another one. `receiver_of`: the receiver of a region at the other end, in this process."""
 
     def __init__(
         self,
         inner: KVSender,
         injector: Injector,
         region: KVRegion,
-        door: Callable[[int], RelayedReceiver],
+        receiver_of: Callable[[int], RelayedReceiver],
         long_stall_s: float,
     ) -> None:
         self.name, self.one_sided = inner.name, inner.one_sided
-        self.injector, self.region, self.door, self.long_stall_s = injector, region, door, long_stall_s
+        self.injector, self.region, self.receiver_of, self.long_stall_s = injector, region, receiver_of, long_stall_s
         self._inner = inner
 
     def reaches(self, offer: TransportOffer) -> bool:
@@ -71,8 +71,8 @@ class FaultyWriter:
         return self._inner.closed
 
     @property
-    def _door(self) -> RelayedReceiver:
-        return self._sender.door(self._pairing.mapping.lane.destination)
+    def _receiver(self) -> RelayedReceiver:
+        return self._sender.receiver_of(self._pairing.mapping.lane.destination)
 
     def cancel(self, key: TransferKey) -> bool:
         with self._lock:
@@ -154,7 +154,7 @@ class FaultyWriter:
             view = rng.choice(views)
             view[rng.randrange(len(view))] ^= rng.randint(1, 255)
 
-        self._door.while_granted(order.key, harm)
+        self._receiver.while_granted(order.key, harm)
         return result
 
     @staticmethod
@@ -178,8 +178,8 @@ class FaultyWriter:
 
     def _write_stale(self, order: WriteOrder) -> None:
         """A write of an attempt that is over: nobody may take it."""
-        door = self._door
-        for stale in [seen for seen in self._seen if seen.key != order.key and door.is_quiet(seen.key)][-2:]:
+        receiver = self._receiver
+        for stale in [seen for seen in self._seen if seen.key != order.key and receiver.is_quiet(seen.key)][-2:]:
             self._inner.write(stale).add_done_callback(lambda done, key=stale.key: self._check_refused(done, key))
 
     def _check_refused(self, done: "Future[WriteResult]", key: TransferKey) -> None:

@@ -35,7 +35,7 @@ class AdmissionBench:
         """The one worker has a second of work ahead."""
         self.workers = [snapshot(backlog=1000, active=1)]
 
-    def ask(self, tenant: str = "a", *, tokens: int = 100, priority: int = 0, within_s: float | None = None, **more):
+    def enter(self, tenant: str = "a", *, tokens: int = 100, priority: int = 0, within_s: float | None = None, **more):
         wanted = AdmissionRequest(
             tenant=tenant,
             priority=priority,
@@ -54,12 +54,12 @@ class AdmissionBench:
         return self.admission.pump()
 
 
-def order(desk: AdmissionBench, count: int) -> list:
+def order(bench: AdmissionBench, count: int) -> list:
     """Give turns one by one."""
-    desk.workers = [snapshot(backlog=99, active=1)]
+    bench.workers = [snapshot(backlog=99, active=1)]
     served = []
     for _ in range(count):
-        (entry,) = desk.turns()
-        desk.admission.placed(entry)
+        (entry,) = bench.turns()
+        bench.admission.placed(entry)
         served.append(entry)
     return served

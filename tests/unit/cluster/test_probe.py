@@ -32,7 +32,7 @@ class _Door(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def door() -> Iterator[int]:
+def listening_port() -> Iterator[int]:
     with http.server.HTTPServer(("127.0.0.1", 0), _Door) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -47,15 +47,15 @@ def exit_code(tmp_path, role: str, config: object, *options: str) -> int:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_probe_router_connects_where_it_listens(tmp_path, door, host, capsys):
-    config = {"router": {"host": host, "port": door, "api_keys": ["k" * 32]}}
+def test_probe_router_connects_where_it_listens(tmp_path, listening_port, host, capsys):
+    config = {"router": {"host": host, "port": listening_port, "api_keys": ["k" * 32]}}
     assert exit_code(tmp_path, "router", config) == 0
     assert exit_code(tmp_path, "router", config, "--ready") == 1
     assert capsys.readouterr().err == "router: /readyz: 503\n"
     assert _PATHS[-2:] == ["/health", "/readyz"]
 
 
-def test_probe_without_listener_is_unhealthy(tmp_path, door):
+def test_probe_without_listener_is_unhealthy(tmp_path, listening_port):
     nowhere = {"router": {"port": 1}, "decode": {"addresses": ["127.0.0.1:1"]}}
     assert exit_code(tmp_path, "router", nowhere) == 1
     assert exit_code(tmp_path, "decode", nowhere) == 1

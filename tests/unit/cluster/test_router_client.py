@@ -20,7 +20,7 @@ async def test_chat_client_streams_answer_with_timing():
     pieces = []
     async with fake_router(lambda _: answer_events("4821")) as router, ChatClient(f"{router.url}/v1") as client:
         assert await client.model() == ("fake-model", True)
-        answer = await client.ask(QUESTION, pieces.append, model="fake-model", max_tokens=5)
+        answer = await client.chat(QUESTION, pieces.append, model="fake-model", max_tokens=5)
     assert pieces == ["4", "8", "2", "1"]
     assert answer.text == "4821"
     assert answer.finish_reason == "stop"
@@ -36,12 +36,12 @@ async def test_chat_client_streams_answer_with_timing():
 async def test_chat_client_separates_reasoning_from_answer():
     thoughts, pieces = [], []
     async with fake_router(lambda _: answer_events("42", "hm")) as router, ChatClient(router.url) as client:
-        answer = await client.ask(QUESTION, pieces.append, thoughts.append)
+        answer = await client.chat(QUESTION, pieces.append, thoughts.append)
         assert (thoughts, pieces, answer.text) == (["hm"], ["4", "2"], "42")
-        answer = await client.ask(QUESTION, pieces.append)
+        answer = await client.chat(QUESTION, pieces.append)
         assert answer.text == "42"
     async with fake_router(lambda _: answer_events("", "hm")) as router, ChatClient(router.url) as client:
-        answer = await client.ask(QUESTION, pieces.append)
+        answer = await client.chat(QUESTION, pieces.append)
     assert answer.text == ""
     assert answer.first_token_s is not None
 
@@ -64,7 +64,7 @@ async def test_chat_client_separates_reasoning_from_answer():
 async def test_chat_client_reports_refusals_and_broken_streams(status, reply, message):
     async with fake_router(lambda _: reply, status=status) as router, ChatClient(router.url) as client:
         with pytest.raises(ClientError, match=message):
-            await client.ask(QUESTION, lambda _: None)
+            await client.chat(QUESTION, lambda _: None)
 
 
 async def test_chat_client_without_cluster_names_command():
@@ -79,7 +79,7 @@ async def test_chat_client_cancel_closes_connection():
     started = asyncio.Event()
     reply = answer_events("hello")[:3]
     async with fake_router(lambda _: reply, hang=True) as router, ChatClient(router.url) as client:
-        task = asyncio.ensure_future(client.ask(QUESTION, lambda _: started.set()))
+        task = asyncio.ensure_future(client.chat(QUESTION, lambda _: started.set()))
         await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

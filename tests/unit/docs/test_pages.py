@@ -1,10 +1,12 @@
 """The pages name only existing things, generated ones are fresh, and the index lists them all."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.reference import configuration, metrics
 from cluster.reference.__main__ import PAGES as GENERATED
@@ -32,6 +34,17 @@ def anchors(text: str) -> set[str]:
     """Of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def unreadable(text: str) -> list[str]:
+    """Errors of the fenced blocks that say they are YAML or JSON."""
+    found = []
+    for kind, block in re.findall(r"^```(ya?ml|json)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        try:
+            json.loads(block) if kind == "json" else list(yaml.safe_load_all(block))
+        except (ValueError, yaml.YAMLError) as error:
+            found.append(f"{error} in\n{block}")
+    return found
 
 
 def dangling(page: Path, text: str) -> list[str]:
@@ -62,6 +75,21 @@ def test_page_has_no_merge_conflict_marker(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert dangling(page, text_of(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_yaml_and_json_blocks_parse(page: Path) -> None:
+    assert unreadable(page.read_text(encoding="utf-8")) == []
+
+
+def test_block_check_finds_invalid_yaml_and_json() -> None:
+    wrong = "```yaml\na:\n  - b: 1\n        c: 2\n```\n```json\n{'a': 1}\n```\n```\nplain: [\n```\n```yaml\na: 1\n```\n"
+    assert len(unreadable(wrong)) == 2
+
+
+def test_measurements_have_no_figure_of_a_scratch_program() -> None:
+    page = (DOCS / "extend/measurements.md").read_text(encoding="utf-8")
+    assert "scratch program" not in " ".join(page.split()), "such figures belong into measurement_history.md"
 
 
 # What went where is about names that are no more.

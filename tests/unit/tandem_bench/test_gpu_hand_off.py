@@ -24,11 +24,11 @@ def test_gpu_suite_hand_off_counts_wrong_bytes() -> None:
     pool = part._Pool.filled("host", NUM_BLOCKS_SMALL)
     with part._peer("shm", pool, "host") as peer:
         peer.round()
-        assert (peer.bad_chunks, peer.ask("compare")) == (0, 0)
+        assert (peer.bad_chunks, peer.query("compare")) == (0, 0)
         pool.memory[: LAYOUT.layer_block_bytes] += 1
         peer.round()
         assert peer.bad_chunks == 0
-        assert peer.ask("compare") == LAYOUT.layer_block_bytes
-        assert peer.ask("verify 0 4 1") == 1, "a wrong checksum"
+        assert peer.query("compare") == LAYOUT.layer_block_bytes
+        assert peer.query("verify 0 4 1") == 1, "a wrong checksum"
         peer.expect("grant")
-        assert peer.ask("compare") > pool.memory.numel() // 2, "a round begins with a blank pool"
+        assert peer.query("compare") > pool.memory.numel() // 2, "a round begins with a blank pool"

@@ -166,7 +166,7 @@ async def _converse_and_drain(credentials: ClusterCredentials | None) -> None:
         assert worker.sessions.ports == frozenset()
 
 
-async def test_direct_session_is_told_of_drain_that_began_before() -> None:
+async def test_direct_session_opened_during_drain_gets_drain_notice() -> None:
     async with serving() as worker:
         worker.sessions.drain("too late")
         session, registry = await worker.open(), Registry()
@@ -268,7 +268,7 @@ def deaf() -> Iterator[None]:
         (_refused, "is closed"),
         (_stuck, "within 1.5 s"),
         (_elsewhere, "hung up: the connection broke: the peer is gone"),
-        (_silent, "did not take the ticket within 1.5 s"),
+        (_silent, "did not accept the session ticket within 1.5 s"),
     ],
 )
 async def test_direct_session_that_cannot_be_stays_with_grpc(
@@ -297,7 +297,7 @@ async def test_direct_session_that_cannot_be_stays_with_grpc(
             (snapshot,) = registry.snapshots()
             assert not snapshot.info.is_direct
             (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-            assert "stays with gRPC" in record.getMessage()
+            assert "remains on gRPC" in record.getMessage()
             assert reason in record.getMessage()
             assert worker.direct._offers == {}, "a ticket lives no longer than the call that it was given in"
             (port,) = worker.sessions.ports

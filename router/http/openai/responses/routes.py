@@ -184,7 +184,7 @@ class _Answer:
             events_made += self._items.end(is_cut=self._is_cut or self._reader.has_open_call)
         return events_made
 
-    def begun(self) -> dict[str, Any]:
+    def opening_object(self) -> dict[str, Any]:
         """Return the object before its first item."""
         return self._object("in_progress")
 
@@ -282,7 +282,7 @@ class _ResponseStream(TextSink):
             return False
         events_made: list[ResponseEvent] = []
         if not self._number:
-            begun = self._answer.begun()
+            begun = self._answer.opening_object()
             events_made = [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
         events_made += self._answer.on_delta(delta)
         return bool(events_made) and self._events.write(self._written(events_made))

@@ -36,7 +36,7 @@ BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "targets"
 
 
 @dataclass
-class Door:
+class MetricsServer:
     """A router's `/metrics`. Each look is preceded by the load of `serve`."""
 
     router: RouterCounters = field(default_factory=RouterCounters)
@@ -55,8 +55,8 @@ class Door:
 
 
 @contextmanager
-def door(**settings: Any) -> Iterator[Door]:
-    state = Door(**settings)
+def metrics_server(**settings: Any) -> Iterator[MetricsServer]:
+    state = MetricsServer(**settings)
     state.router.metrics.workers("prefill", "live", 1)
     state.router.metrics.workers("decode", "live", 2)
 
@@ -119,7 +119,7 @@ def lines(printed: list[str]) -> list[dict[str, Any]]:
 async def test_planner_long_prompts_flip_a_decode_worker() -> None:
     printed: list[str] = []
     workers = Workers()
-    with door(num=2) as router:
+    with metrics_server(num=2) as router:
         planner = LivePlanner(options(router.url), workers, printed.append)
         await run_until(planner, printed, '"done"')
     reports = lines(printed)
@@ -138,7 +138,7 @@ async def test_planner_long_prompts_flip_a_decode_worker() -> None:
 
 async def test_planner_dry_run_takes_fleet_from_routers_and_changes_nothing() -> None:
     printed: list[str] = []
-    with door(num=2) as router:
+    with metrics_server(num=2) as router:
         await run_until(LivePlanner(options(router.url, is_dry_run=True), None, printed.append), printed, "would_order")
     report = lines(printed)[-1]
     assert report["sizes"] == {"prefill": 1, "decode": 2}
@@ -150,7 +150,7 @@ async def test_planner_dry_run_takes_fleet_from_routers_and_changes_nothing() ->
 async def test_planner_failed_order_is_reported_and_retried() -> None:
     printed: list[str] = []
     workers = Workers(refusal="no room")
-    with door(num=2) as router:
+    with metrics_server(num=2) as router:
         await run_until(LivePlanner(options(router.url), workers, printed.append), printed, '"waiting"')
     failures = [line for line in lines(printed) if line["outcome"] == "failed"]
     assert len(failures) == len(workers.orders)
@@ -169,7 +169,7 @@ async def test_planner_survives_sighup_and_ends_on_sigterm(monkeypatch: pytest.M
         os.kill(os.getpid(), signal.SIGTERM if len(printed) > 2 else signal.SIGHUP)
 
     try:
-        with door() as router:
+        with metrics_server() as router:
             assert await autoscale_live(options(router.url, is_dry_run=True), None, on_line) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -182,14 +182,14 @@ async def test_planner_unexpected_scaler_error_is_fatal() -> None:
         async def carry_out(self, order: Order) -> None:
             raise ZeroDivisionError
 
-    with door(num=2) as router, pytest.raises(ZeroDivisionError):
+    with metrics_server(num=2) as router, pytest.raises(ZeroDivisionError):
         await LivePlanner(options(router.url, turns=200), Broken(), lambda _: None).run(asyncio.Event())
 
 
 async def test_planner_silent_fleet_or_router_is_named_and_gives_no_order() -> None:
     printed: list[str] = []
     workers = Workers(silence="the socket is gone")
-    with door(num=2) as router:
+    with metrics_server(num=2) as router:
         await run_until(LivePlanner(options(router.url, turns=5), workers, printed.append), printed, "never")
         router.status = 503
         await run_until(LivePlanner(options(router.url, turns=2), Workers(), printed.append), printed, "never")
@@ -206,11 +206,11 @@ async def test_planner_silent_fleet_or_router_is_named_and_gives_no_order() -> N
 async def test_planner_rereads_key_and_reports_refused_one(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("old\n")
-    with door(key="new") as router:
+    with metrics_server(key="new") as router:
         async with RouterGroup([router.url], api_key_file=key, tls=None) as routers:
-            assert "--api-key-file" in str((await routers.ask())[router.url])
+            assert "--api-key-file" in str((await routers.scrape())[router.url])
             key.write_text("new\n")
-            assert not isinstance((await routers.ask())[router.url], str)
+            assert not isinstance((await routers.scrape())[router.url], str)
 
 
 async def test_planner_slow_router_times_out_without_delaying_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +231,9 @@ async def test_planner_slow_router_times_out_without_delaying_others(monkeypatch
     slow = await asyncio.start_server(drip, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
     async with slow:
-        with door() as router:
+        with metrics_server() as router:
             async with RouterGroup([url, router.url], api_key_file=None, tls=None) as routers:
-                answers = await routers.ask()
+                answers = await routers.scrape()
         await asyncio.wait_for(hung_up.wait(), 20)
     assert "longer than 0.2 s" in str(answers[url])
     assert not isinstance(answers[router.url], str)
@@ -243,38 +243,38 @@ async def test_planner_slow_router_times_out_without_delaying_others(monkeypatch
 async def test_planner_malformed_key_is_reported_without_its_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
     async with RouterGroup(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
-        [problem] = (await routers.ask()).values()
+        [problem] = (await routers.scrape()).values()
     assert "is not a key" in str(problem)
     assert "hush" not in str(problem)
 
 
 async def test_planner_router_name_resolves_to_all_addresses() -> None:
-    with door() as router:
+    with metrics_server() as router:
         port = router.url.rpartition(":")[2]
         async with RouterGroup([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:
-            [(name, figures)] = (await routers.ask()).items()
+            [(name, figures)] = (await routers.scrape()).items()
         assert name == router.url
         assert not isinstance(figures, str)
         assert router.hosts == {f"localhost:{port}"}
         async with RouterGroup(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
-            [figures] = (await routers.ask()).values()
+            [figures] = (await routers.scrape()).values()
         assert "cannot resolve its name" in str(figures)
 
 
 async def test_planner_failed_name_lookup_skips_no_observation(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = LoadWatch(SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=60.0)
-    with door(num=5) as router:
+    with metrics_server(num=5) as router:
         url = router.url.replace("127.0.0.1", "localhost")
         async with RouterGroup([url], api_key_file=None, tls=None) as routers:
-            assert isinstance(watch.observe(0.0, await routers.ask()), Unseen)
+            assert isinstance(watch.observe(0.0, await routers.scrape()), Unseen)
 
             async def fails(*_: object, **__: object) -> None:
                 raise socket.gaierror("no answer")
 
             with monkeypatch.context() as without_names:
                 without_names.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
-                first = await routers.ask()
-            for at_s, answers in ((15.0, first), (30.0, await routers.ask())):
+                first = await routers.scrape()
+            for at_s, answers in ((15.0, first), (30.0, await routers.scrape())):
                 seen = watch.observe(at_s, answers)
                 assert isinstance(seen, Observation)
                 assert (seen.period_s, seen.demand.num_requests) == (15.0, 5)
@@ -282,7 +282,7 @@ async def test_planner_failed_name_lookup_skips_no_observation(monkeypatch: pyte
 
 async def test_planner_text_output_reports_each_change_once() -> None:
     printed: list[str] = []
-    with door(num=2) as router:
+    with metrics_server(num=2) as router:
         planner = LivePlanner(options(router.url, as_json=False), Workers(refusal="no \x1b[31mroom"), printed.append)
         await run_until(planner, printed, "no action yet")
     assert [line for line in printed if "no action yet" in line] == printed[-1:]

@@ -14,7 +14,7 @@ from tests.support.http_server import answering
 
 
 @dataclass
-class Door:
+class FakeRouter:
     """Answers every request alike, and records it."""
 
     url: str = ""
@@ -23,8 +23,8 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door()
+def fake_router() -> Iterator[FakeRouter]:
+    made = FakeRouter()
 
     class Answering(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -47,33 +47,33 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["profile", *arguments])
 
 
-def test_profile_writes_router_and_worker_recordings(door: Door, tmp_path: Path) -> None:
-    flame = run("--router", "--out", str(tmp_path / "f.svg"), "--url", f"{door.url}/v1")
+def test_profile_writes_router_and_worker_recordings(fake_router: FakeRouter, tmp_path: Path) -> None:
+    flame = run("--router", "--out", str(tmp_path / "f.svg"), "--url", f"{fake_router.url}/v1")
     assert (flame.exit_code, (tmp_path / "f.svg").read_bytes()) == (0, b"a flame")
-    door.answer = (200, gzip.compress(b"{}"), {"X-Tandem-Steps": "7"})
-    trace = run("--worker", "decode-0", "--steps", "7", "--out", str(tmp_path / "t.json"), "--url", door.url)
+    fake_router.answer = (200, gzip.compress(b"{}"), {"X-Tandem-Steps": "7"})
+    trace = run("--worker", "decode-0", "--steps", "7", "--out", str(tmp_path / "t.json"), "--url", fake_router.url)
     assert trace.output.endswith("t.json: 7 steps\n")
     assert (tmp_path / "t.json").read_bytes() == b"{}"
-    assert door.requested_paths == [
+    assert fake_router.requested_paths == [
         "/debug/profile/router?seconds=10.0&format=svg",
         "/debug/profile/worker?seconds=10.0&worker=decode-0&steps=7",
     ]
 
 
-def test_profile_unwritable_output_records_nothing(door: Door, tmp_path: Path) -> None:
-    lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", door.url)
+def test_profile_unwritable_output_records_nothing(fake_router: FakeRouter, tmp_path: Path) -> None:
+    lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", fake_router.url)
     assert lost.exit_code == 2
     assert "no such directory" in lost.output
-    assert door.requested_paths == []
+    assert fake_router.requested_paths == []
     (tmp_path / "f.svg").mkdir()
-    in_the_way = run("--router", "--out", str(tmp_path / "f.svg"), "--url", door.url)
+    in_the_way = run("--router", "--out", str(tmp_path / "f.svg"), "--url", fake_router.url)
     assert (in_the_way.exit_code, in_the_way.output.partition(":")[0]) == (1, "error")
 
 
-def test_profile_refusal_or_no_cluster_is_one_line(door: Door, tmp_path: Path) -> None:
+def test_profile_refusal_or_no_cluster_is_one_line(fake_router: FakeRouter, tmp_path: Path) -> None:
     where = ("--router", "--out", str(tmp_path / "f.svg"), "--url")
-    door.answer = (401, b'{"error": {"message": "no"}}', {})
-    refused = run(*where, door.url)
+    fake_router.answer = (401, b'{"error": {"message": "no"}}', {})
+    refused = run(*where, fake_router.url)
     assert (refused.exit_code, refused.output) == (
         1,
         "error: 401: no (give the file of an API key with --api-key-file)\n",

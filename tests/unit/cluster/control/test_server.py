@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli.fleet import NoCluster, ask
+from cluster.cli.fleet import NoCluster, send_request
 from cluster.cli.main import app
 from cluster.cli.up import serve, serve_routers
 from cluster.control.server import MAX_LINE_BYTES, ControlSocket
@@ -68,7 +68,7 @@ async def test_fleet_commands_change_cluster_and_report_progress(folder):
         assert sorted(view.name for view in cluster.workers) == ["decode-0", "prefill-0", "prefill-2", "prefill-3"]
         done = await run("restart", "decode-7", *where)
         assert (done.exit_code, done.output.partition(";")[0]) == (1, "not done: unknown process decode-7")
-        (status, end) = await asyncio.to_thread(lambda: list(ask(control.path, StatusRequest())))
+        (status, end) = await asyncio.to_thread(lambda: list(send_request(control.path, StatusRequest())))
         assert {one.name: one.role for one in status.processes}["router-1"] == "router"
         assert {one.state for one in status.processes} == {"ready"}
         listed = (await run("ps", *where)).output.splitlines()
@@ -136,7 +136,7 @@ async def test_control_socket_allows_one_change_which_outlives_its_client(folder
         reader, writer = await asyncio.open_unix_connection(control.path)
         writer.write(encode_message(ScaleRequest(decode=2)))
         assert b"starting a decode" in await reader.readline()
-        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
+        (answer,) = await asyncio.to_thread(lambda: list(send_request(control.path, FlipRequest(to="decode"))))
         assert answer.reason == "another change is in progress: `tandem abort` aborts it"
         writer.close()
         await asyncio.to_thread((folder / "decode-1").write_bytes, b"go")
@@ -183,14 +183,16 @@ async def test_operator_change_preempts_planner_but_not_vice_versa(folder):
     slow = {"decode-1": "slow", "decode-2": "slow"}
     async with make(folder, slow) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
-        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode", yields=True))))
+        (answer,) = await asyncio.to_thread(
+            lambda: list(send_request(control.path, FlipRequest(to="decode", yields=True)))
+        )
         assert answer.reason.startswith("another change is in progress")
-        answer = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=2))))
+        answer = await asyncio.to_thread(lambda: list(send_request(control.path, ScaleRequest(prefill=2))))
         assert answer[-1].done is True
         assert (await waits)["reason"] == "replaced by an operator's change"
         assert [load(cluster.config_path).prefill.replicas, load(cluster.config_path).decode.replicas] == [2, 1]
         waits = await hanging(control, RestartRequest(roles=("decode",)))
-        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=1))))
+        (answer,) = await asyncio.to_thread(lambda: list(send_request(control.path, ScaleRequest(prefill=1))))
         assert answer.reason.startswith("another change is in progress")
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
         await waits
@@ -218,7 +220,7 @@ async def test_control_socket_invalid_request_keeps_the_planners_change(folder):
     counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
     async with make(folder, **counts) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
-        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
+        (answer,) = await asyncio.to_thread(lambda: list(send_request(control.path, FlipRequest(to="decode"))))
         assert answer.reason == "no prefill worker can be spared"
         assert cluster.under_way is not None
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
@@ -229,7 +231,7 @@ async def test_interrupted_command_names_the_command_that_aborts(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cluster.cli.fleet.ask", interrupted)
+    monkeypatch.setattr("cluster.cli.fleet.send_request", interrupted)
     result = await run("restart")
     hint = "Interrupting the command does not cancel the change; `tandem abort` does.\n"
     assert (result.exit_code, result.output) == (130, hint)
@@ -240,13 +242,13 @@ async def test_change_unwritable_configuration_reports_failure_and_ends(folder):
         place = cluster.config_path.parent
         kept = place.rename(folder / "moved")
         place.write_text("in the way")
-        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
+        (answer,) = await asyncio.to_thread(lambda: list(send_request(control.path, ScaleRequest(decode=2))))
         assert answer.done is False
         assert "cannot write the configuration" in answer.reason
         place.unlink()
         kept.rename(place)
         assert len(cluster.workers) == 2
-        answer = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
+        answer = await asyncio.to_thread(lambda: list(send_request(control.path, ScaleRequest(decode=2))))
         assert answer[-1].done is True
 
 
@@ -283,7 +285,7 @@ async def test_control_socket_of_other_cluster_is_left_alone(folder, monkeypatch
     async with ControlSocket(cluster, report=[].append) as control:
         with pytest.raises(ConfigError, match="another cluster answers at"):
             await ControlSocket(other, report=[].append).__aenter__()
-        (status, _) = await asyncio.to_thread(lambda: list(ask(control.path, StatusRequest())))
+        (status, _) = await asyncio.to_thread(lambda: list(send_request(control.path, StatusRequest())))
         assert status.changing is False
         control.path.unlink()
         control.path.write_text("somebody else's by now")
@@ -303,7 +305,7 @@ async def test_start_checks_control_socket_folder_first(folder, monkeypatch):
 
 def test_control_client_without_cluster_reports_it(folder, monkeypatch):
     with pytest.raises(NoCluster, match="no cluster answers"):
-        list(ask(folder / "none.sock", StatusRequest()))
+        list(send_request(folder / "none.sock", StatusRequest()))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     assert runtime_folder() == folder / "tandem"
     monkeypatch.delenv("XDG_RUNTIME_DIR")

@@ -130,7 +130,7 @@ class World:
 
     def leave(self, name, rollout, failure):
         del self.members[name]
-        rollout.gone(name, failure)
+        rollout.on_exit(name, failure)
 
     def pass_time(self, rollout):
         """Starting processes come up or fail, leaving ones end, routers learn of workers."""
@@ -274,7 +274,7 @@ def test_rollout_process_that_keeps_dying_is_reported():
     rollout.started("decode-1")
     grown = cluster() | {"decode-1": member(Role.DECODE, 1, ProcessState.ABANDONED)}
     assert rollout.advance(grown, 1.0) == [Retire(name="decode-1")]
-    rollout.gone("decode-1", None)
+    rollout.on_exit("decode-1", None)
     assert rollout.failure == "decode-1 keeps dying"
 
 

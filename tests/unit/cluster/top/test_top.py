@@ -43,8 +43,8 @@ async def served(config: RouterConfig | None = None, port: int = 0, whole: Whole
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
         )
-        async with HttpServer(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
-            yield f"http://127.0.0.1:{door.port}"
+        async with HttpServer(app, host="127.0.0.1", port=port, grace_s=1.0) as running:
+            yield f"http://127.0.0.1:{running.port}"
             feed.close()
 
 

@@ -10,8 +10,8 @@ from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import worker
 
 
-def _held(desk: AdmissionBench) -> dict[Shortage, tuple[int, int]]:
-    sums = desk.admission.held()
+def _held(bench: AdmissionBench) -> dict[Shortage, tuple[int, int]]:
+    sums = bench.admission.held()
     return {lack: (one.num_requests, one.num_tokens) for lack, one in sums.items() if one.num_requests}
 
 
@@ -21,38 +21,38 @@ def _held(desk: AdmissionBench) -> dict[Shortage, tuple[int, int]]:
     ids=lambda value: getattr(value, "value", value),
 )
 def test_admission_queue_is_counted_under_the_short_pool(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
-    desk = AdmissionBench()
+    bench = AdmissionBench()
     prefill = replace(worker("p0", backlog=prefill_backlog), load=WorkerLoad(prefill_tokens_per_s=1000.0))
-    desk.workers = [prefill, snapshot(active=decoding)]
+    bench.workers = [prefill, snapshot(active=decoding)]
     for _ in range(3):
-        desk.ask(tokens=200)
-    assert _held(desk) == {lack: (3, 600)}
+        bench.enter(tokens=200)
+    assert _held(bench) == {lack: (3, 600)}
 
 
 def test_queue_without_prefill_pool_waits_for_decode_workers() -> None:
-    desk = AdmissionBench()
-    desk.fill()
-    desk.ask()
-    assert _held(desk) == {Shortage.DECODE: (1, 100)}
+    bench = AdmissionBench()
+    bench.fill()
+    bench.enter()
+    assert _held(bench) == {Shortage.DECODE: (1, 100)}
 
 
 def test_queue_behind_first_request_counts_under_its_shortage() -> None:
-    desk = AdmissionBench()
-    desk.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
-    large, small = desk.ask(tokens=1000), desk.ask(tokens=10)
+    bench = AdmissionBench()
+    bench.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
+    large, small = bench.enter(tokens=1000), bench.enter(tokens=10)
     assert (large.waiting, small.waiting) == (True, True)
-    assert _held(desk) == {Shortage.DECODE: (2, 1010)}
+    assert _held(bench) == {Shortage.DECODE: (2, 1010)}
 
 
 def test_admission_shortage_is_router_for_places_and_decode_for_refusals() -> None:
-    desk = AdmissionBench()
-    desk.places = 0
-    desk.ask()
-    assert _held(desk) == {Shortage.ROUTER: (1, 100)}
-    desk.num_refused = 1
-    assert _held(desk) == {Shortage.DECODE: (1, 100)}
-    desk.places = 10
-    assert desk.turns() == []
-    desk.num_refused = 0
-    assert len(desk.turns()) == 1
-    assert _held(desk) == {}
+    bench = AdmissionBench()
+    bench.places = 0
+    bench.enter()
+    assert _held(bench) == {Shortage.ROUTER: (1, 100)}
+    bench.num_refused = 1
+    assert _held(bench) == {Shortage.DECODE: (1, 100)}
+    bench.places = 10
+    assert bench.turns() == []
+    bench.num_refused = 0
+    assert len(bench.turns()) == 1
+    assert _held(bench) == {}

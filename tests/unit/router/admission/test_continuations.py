@@ -56,7 +56,7 @@ class Streams:
     def begin(self, stream: str) -> bool:
         promised = self.book.is_promised(RequestId(stream))
         if promised:
-            self.book.begun(RequestId(stream))
+            self.book.on_begin(RequestId(stream))
         return promised
 
 

@@ -70,7 +70,7 @@ def test_local_prefill_threshold_agrees_with_placement(seed: int) -> None:
         assert prefills_locally(1_000_000)
 
 
-def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> AdmissionBench:
+def bench(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> AdmissionBench:
     """Room for a tenth of a second of prefill per worker, and eight requests at once."""
     made = AdmissionBench(
         room=CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0
@@ -80,26 +80,26 @@ def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Admission
 
 
 def test_local_prefill_short_prompt_passes_queued_long_ones() -> None:
-    full = desk(writer(), reader(5000))
-    long = [full.ask(tokens=9000) for _ in range(3)]
-    short = [full.ask(tokens=40) for _ in range(2)]
+    full = bench(writer(), reader(5000))
+    long = [full.enter(tokens=9000) for _ in range(3)]
+    short = [full.enter(tokens=40) for _ in range(2)]
     assert [entry.waiting for entry in (*long, *short)] == [True] * 3 + [False] * 2
     held = full.admission.held()
     assert (held[Shortage.PREFILL].num_requests, full.admission.num_waiting) == (3, 3)
     # Without placement's costs nobody knows which prompts these are.
-    blind = desk(writer(), reader(5000), costs=None)
-    assert [blind.ask(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
+    blind = bench(writer(), reader(5000), costs=None)
+    assert [blind.enter(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
 
 
 def test_local_prefill_short_prompt_waits_only_for_decode_worker() -> None:
-    full = desk(writer(backlog=500), reader(5000))
-    long, first, second = full.ask(tokens=9000), full.ask("b", tokens=40), full.ask("c", tokens=60)
+    full = bench(writer(backlog=500), reader(5000))
+    long, first, second = full.enter(tokens=9000), full.enter("b", tokens=40), full.enter("c", tokens=60)
     assert (long.waiting, first.waiting, second.waiting) == (True, True, True)
     assert full.admission.held()[Shortage.DECODE].num_requests == 2
     full.workers = [writer(), reader(5000)]
     assert full.turns() == [first, second]
     # On their way they count as reading of decode workers.
-    assert full.ask(tokens=64).waiting
+    assert full.enter(tokens=64).waiting
     full.workers = [writer(), reader(50)]
     assert full.turns()[:1] == [long], "the first in line goes as soon as there is room for it"
 
@@ -111,32 +111,32 @@ def test_local_prefill_short_prompt_waits_only_for_decode_worker() -> None:
 )
 def test_local_prefill_passing_prompt_leaves_room_for_first_in_line(decode: WorkerSnapshot, places: int) -> None:
     """One slot, or 9,040 tokens of KV, is free: what the long prompt needs once the prefill pool has room."""
-    tight = desk(decode, reader(5000))
+    tight = bench(decode, reader(5000))
     tight.places = places
-    assert tight.ask(tokens=9000).waiting
-    assert tight.ask(tokens=40).waiting
+    assert tight.enter(tokens=9000).waiting
+    assert tight.enter(tokens=40).waiting
     assert tight.turns() == []
 
 
 def test_local_prefill_does_not_pass_request_waiting_for_decode() -> None:
     """Otherwise short requests would take the memory that it waits for, again and again."""
-    full = desk(writer(free_blocks=200), reader(5000))
-    assert full.ask(tokens=9000).waiting
-    assert full.ask(tokens=40).waiting
+    full = bench(writer(free_blocks=200), reader(5000))
+    assert full.enter(tokens=9000).waiting
+    assert full.enter(tokens=40).waiting
     assert full.turns() == []
     assert full.admission.held()[Shortage.BOTH].num_requests == 2
 
 
 def test_local_prefill_wait_is_predicted_by_decode_load() -> None:
-    full = desk(writer(backlog=500), reader(5000))
+    full = bench(writer(backlog=500), reader(5000))
     for _ in range(4):
-        full.ask(tokens=9000)
+        full.enter(tokens=9000)
     with pytest.raises(Unavailable):
-        full.ask(tokens=9000, within_s=2.0)
+        full.enter(tokens=9000, within_s=2.0)
     # Half a second of reading is before it, and two such prompts.
-    assert all(full.ask(tokens=60, within_s=2.0).waiting for _ in range(2))
+    assert all(full.enter(tokens=60, within_s=2.0).waiting for _ in range(2))
     with pytest.raises(Unavailable):
-        full.ask(tokens=60, within_s=0.6)
+        full.enter(tokens=60, within_s=0.6)
     wanted = AdmissionRequest(tenant="a", priority=0, num_tokens=60, max_output_tokens=1, deadline_s=None)
     assert full.admission.predicted_first_token_s(wanted) == pytest.approx(0.5 + 0.12 + 0.06)
 
@@ -144,14 +144,14 @@ def test_local_prefill_wait_is_predicted_by_decode_load() -> None:
 @pytest.mark.parametrize("lacks_decode", [False, True])
 def test_local_prefill_forecast_behind_blocked_first_equals_its_wait(lacks_decode: bool) -> None:
     """The first has no room for its KV either, so the short one behind it is not prefilled soon."""
-    full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
-    assert full.ask(tokens=9000).waiting
+    full = bench(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
+    assert full.enter(tokens=9000).waiting
     wanted = AdmissionRequest(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
     least_s = 5.0 + 9.0 if lacks_decode else 0.0
     assert least_s <= full.admission.predicted_first_token_s(wanted) < least_s + 1.0
     if lacks_decode:
         with pytest.raises(Unavailable):
-            full.ask(tokens=40, within_s=6.0)
+            full.enter(tokens=40, within_s=6.0)
 
 
 def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None:
@@ -162,9 +162,9 @@ def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None
     )
     assert found is not None
     assert found.most_tokens == room_of(pair, EXACT).most_tokens
-    full = desk(*pair, alone)
+    full = bench(*pair, alone)
     too_long = int(found.most_tokens) + 1000
-    assert [full.ask(tokens=tokens).waiting for tokens in (9000, too_long, 40)] == [True, True, False]
+    assert [full.enter(tokens=tokens).waiting for tokens in (9000, too_long, 40)] == [True, True, False]
 
 
 @pytest.mark.parametrize("is_local", [False, True])
@@ -188,15 +188,15 @@ async def test_local_prefill_dispatches_passed_entry(is_local: bool, monkeypatch
 
 
 def test_local_prefill_tenants_pass_in_fair_order() -> None:
-    full = desk(writer(backlog=500), reader(5000))
-    full.ask("x", tokens=9000)
-    greedy = [full.ask("greedy", tokens=60) for _ in range(3)]
-    modest = full.ask("modest", tokens=60)
+    full = bench(writer(backlog=500), reader(5000))
+    full.enter("x", tokens=9000)
+    greedy = [full.enter("greedy", tokens=60) for _ in range(3)]
+    modest = full.enter("modest", tokens=60)
     full.workers = [writer(), reader(5000)]
     assert full.turns() == [greedy[0], modest]
 
 
 def test_local_prefill_queue_leaves_no_idle_room() -> None:
-    full = desk(writer(), reader(5000))
+    full = bench(writer(), reader(5000))
     assert not full.admission.has_idle_room()
-    assert desk(writer(), reader(0)).admission.has_idle_room()
+    assert bench(writer(), reader(0)).admission.has_idle_room()

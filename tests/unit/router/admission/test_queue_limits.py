@@ -23,10 +23,10 @@ def test_inflight_limit_of_one_admits_background() -> None:
 
 
 def test_background_requests_wait_while_foreground_runs() -> None:
-    desk = AdmissionBench()
-    desk.places = 10**6 // 4  # three quarters are taken
-    assert not desk.ask(priority=0).waiting
-    assert desk.ask(priority=1).waiting
+    bench = AdmissionBench()
+    bench.places = 10**6 // 4  # three quarters are taken
+    assert not bench.enter(priority=0).waiting
+    assert bench.enter(priority=1).waiting
 
 
 def test_preparation_limit_refuses_beyond_bound_and_frees_slots() -> None:

@@ -132,7 +132,7 @@ def test_generation_config_is_parsed_like_requests(
     tmp_path: Path, raw: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(raw))
-    assert load_generation_defaults(tmp_path).shown() == expected
+    assert load_generation_defaults(tmp_path).to_json() == expected
 
 
 def test_model_without_generation_config_has_no_defaults(tmp_path: Path) -> None:

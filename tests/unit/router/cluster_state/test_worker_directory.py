@@ -20,7 +20,7 @@ def notice(address: str, incarnation: int = 1) -> Notice:
     return Notice(process=process, role=WorkerRole.DECODE, address=address)
 
 
-def test_known_addresses_missing_notice_is_forgotten_late() -> None:
+def test_known_addresses_unlisted_worker_is_forgotten_late() -> None:
     listing = KnownAddresses(frozenset({at("s:1")}), forget_s=30.0)
     assert listing.on_notices([notice("a:1"), notice("b:1")], 0.0) == {at("s:1"), at("a:1"), at("b:1")}
     assert listing.on_notices([], 100.0) == listing.addresses == {at("s:1"), at("a:1"), at("b:1")}, "flushed, perhaps"

@@ -34,50 +34,50 @@ def limits(**bounds: int) -> LimitsConfig:
     [({"concurrent_requests": 1}, "concurrent_requests"), ({"requests_per_minute": 1}, "requests_per_minute")],
 )
 def test_call_beyond_tenant_bound_is_invalid_and_free(bounds: dict[str, int], name: str) -> None:
-    desk = AdmissionBench(limits=limits(**bounds))
+    bench = AdmissionBench(limits=limits(**bounds))
     for _ in range(5):
         with pytest.raises(InvalidRequest, match=f"2 prompts: this API key's limit {name} is 1") as caught:
-            desk.admission.enter_call([wanted(), wanted()])
+            bench.admission.enter_call([wanted(), wanted()])
         assert caught.value.param == name
-    assert not desk.ask().waiting
+    assert not bench.enter().waiting
 
 
 def test_refused_call_is_free() -> None:
-    desk = AdmissionBench(limits=limits(concurrent_requests=2, requests_per_minute=3, tokens_per_minute=1000))
-    held = desk.ask()
+    bench = AdmissionBench(limits=limits(concurrent_requests=2, requests_per_minute=3, tokens_per_minute=1000))
+    held = bench.enter()
     for _ in range(5):
         with pytest.raises(Overloaded) as caught:
-            desk.admission.enter_call([wanted(), wanted()])
+            bench.admission.enter_call([wanted(), wanted()])
         assert caught.value.param == "concurrent_requests"
-    assert desk.admission.num_inflight == 1
-    desk.admission.end(held)
-    entered = desk.admission.enter_call([wanted(), wanted()])
+    assert bench.admission.num_inflight == 1
+    bench.admission.end(held)
+    entered = bench.admission.enter_call([wanted(), wanted()])
     assert (len(entered.entries), entered.refusal) == (2, None)
-    assert desk.admission.num_inflight == 2
+    assert bench.admission.num_inflight == 2
 
 
 def test_call_larger_than_bucket_is_admitted_when_full() -> None:
-    desk = AdmissionBench(limits=limits(tokens_per_minute=500))
-    assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
+    bench = AdmissionBench(limits=limits(tokens_per_minute=500))
+    assert bench.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
     with pytest.raises(Overloaded):
-        desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)])
+        bench.admission.enter_call([wanted(tokens=300), wanted(tokens=300)])
     # 602 were taken of 500, and a full account is 500.
-    desk.now_s += 60.0 * 603 / 500
-    assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
+    bench.now_s += 60.0 * 603 / 500
+    assert bench.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
 
 
 def test_call_refused_at_second_prompt_is_free() -> None:
-    desk = AdmissionBench(limits=limits(requests_per_minute=2), max_requests=1)
-    desk.fill()
+    bench = AdmissionBench(limits=limits(requests_per_minute=2), max_requests=1)
+    bench.fill()
     for _ in range(5):
-        entered = desk.admission.enter_call([wanted(), wanted()])
+        entered = bench.admission.enter_call([wanted(), wanted()])
         assert isinstance(entered.refusal, Overloaded)
         assert all(entry.ended for entry in entered.entries[:1])
-    assert (desk.admission.num_inflight, desk.admission.num_waiting) == (0, 0)
-    assert desk.admission.counts.rejections == {Rejection.QUEUE_FULL: 10}, "a call is, with all its requests"
-    assert desk.admission.counts.tenants["a"].rejected == 10
-    assert desk.ask().waiting
-    assert desk.admission.counts.tenants["a"].requests == 0
+    assert (bench.admission.num_inflight, bench.admission.num_waiting) == (0, 0)
+    assert bench.admission.counts.rejections == {Rejection.QUEUE_FULL: 10}, "a call is, with all its requests"
+    assert bench.admission.counts.tenants["a"].rejected == 10
+    assert bench.enter().waiting
+    assert bench.admission.counts.tenants["a"].requests == 0
 
 
 async def test_admitted_call_runs_all_and_frees_slots() -> None:

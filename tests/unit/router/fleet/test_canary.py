@@ -75,7 +75,7 @@ async def test_readyz_with_dead_engine_is_503() -> None:
             assert "no decode worker produces tokens" in answered.text
             assert (await client.get("/health")).status_code == 200
             dead.script = answer
-            await canary.ask(router.registry.snapshots()[0].info.key)
+            await canary.probe(router.registry.snapshots()[0].info.key)
             assert (await client.get("/readyz")).status_code == 200
 
 
@@ -107,12 +107,12 @@ async def test_queue_with_all_engines_dead_refuses_until_a_token() -> None:
         gate.queue.refuse_while(canary.no_tokens_reason)
         [worker_key] = [w.info.key for w in router.registry.snapshots()]
         assert canary.no_tokens_reason() is None
-        assert not await canary.ask(worker_key)
+        assert not await canary.probe(worker_key)
         with pytest.raises(Unavailable, match="no decode worker produces tokens") as refused:
             await collect(gate.generate(of("a", 0)))
         assert refused.value.retry_after_s == 5.0
         dead.script = answer
-        assert await canary.ask(worker_key)
+        assert await canary.probe(worker_key)
         await collect(gate.generate(of("a", 1)))
         assert canary.no_tokens_reason() is None
         router.assert_idle()
@@ -123,7 +123,7 @@ async def test_queue_with_one_live_engine_accepts_requests() -> None:
     async with gated(*workers) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
         gate.queue.refuse_while(canary.no_tokens_reason)
         keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
-        assert not await canary.ask(keys["d1"])
+        assert not await canary.probe(keys["d1"])
         assert canary.no_tokens_reason() is None
         await collect(gate.generate(of("a", 0)))
 
@@ -133,7 +133,7 @@ async def test_canary_requests_one_uncounted_token_per_worker() -> None:
     async with cluster(*workers) as router, _canary(router, timeout_s=0.3, silence_s=10.0) as (canary, readiness):
         keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
         for key in keys.values():
-            await canary.ask(key)
+            await canary.probe(key)
         for fake in workers:
             submit = fake.submissions.get_nowait().submit
             assert fake.submissions.empty()

@@ -50,7 +50,7 @@ class Canary:
         self.probed = asyncio.Queue()
         self.alive = set()
 
-    async def ask(self, key):
+    async def probe(self, key):
         await self.probed.put(key)
         return key in self.alive
 
@@ -90,8 +90,8 @@ async def test_unexpected_canary_error_is_retried(monkeypatch, caplog):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
 
     class Broken(Canary):
-        async def ask(self, key):
-            if await super().ask(key):
+        async def probe(self, key):
+            if await super().probe(key):
                 return True
             raise ZeroDivisionError
 

@@ -199,7 +199,7 @@ async def test_handover_wait_for_workers_is_bounded_and_stoppable(config, server
         monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
         sessions.lifetime = Lifetime()
         assert await sessions.wait(found)
-        assert "taking over without a session with b:1" in caplog.text
+        assert "taking over without sessions to b:1" in caplog.text
         found.http.close()
         found.close()
 
@@ -273,7 +273,7 @@ async def test_handover_from_silent_predecessor_is_logged(config, server, monkey
         sessions.join("a")
         handing._accepting.cancel()
         assert await sessions.wait(found)
-        assert "without knowing the predecessor's workers" in caplog.text
+        assert "without knowing the previous router's workers" in caplog.text
         found.http.close()
         found.close()
     found.confirm_serving()

@@ -93,44 +93,44 @@ def test_expected_workers_track_addresses_separately(world: World) -> None:
 
 
 def test_request_waits_for_expected_worker() -> None:
-    desk = AdmissionBench()
-    desk.workers, desk.is_due = [], True
-    first, second = desk.ask(), desk.ask(within_s=3.0)
+    bench = AdmissionBench()
+    bench.workers, bench.is_due = [], True
+    first, second = bench.enter(), bench.enter(within_s=3.0)
     assert first.waiting
     assert second.waiting
-    assert desk.turns() == []
-    desk.now_s += 4.0
-    ((entry, error),) = desk.admission.end_hopeless()
+    assert bench.turns() == []
+    bench.now_s += 4.0
+    ((entry, error),) = bench.admission.end_hopeless()
     assert entry is second
     assert isinstance(error, DeadlineExceeded)
-    desk.now_s += 1.0
-    desk.workers = [snapshot()]
-    assert desk.turns() == [first]
+    bench.now_s += 1.0
+    bench.workers = [snapshot()]
+    assert bench.turns() == [first]
 
 
 def test_request_wait_for_expected_worker_is_bounded() -> None:
-    desk = AdmissionBench()
-    desk.workers, desk.is_due = [], True
-    first = desk.ask()
-    desk.now_s += 5.0
-    second = desk.ask()
-    assert desk.admission.end_hopeless() == []
-    desk.now_s += 5.1
-    ((entry, error),) = desk.admission.end_hopeless()
+    bench = AdmissionBench()
+    bench.workers, bench.is_due = [], True
+    first = bench.enter()
+    bench.now_s += 5.0
+    second = bench.enter()
+    assert bench.admission.end_hopeless() == []
+    bench.now_s += 5.1
+    ((entry, error),) = bench.admission.end_hopeless()
     assert entry is first
     assert isinstance(error, Unavailable)
     assert error.message == "no decode worker accepts requests: the wait would be longer than 10 s"
-    assert desk.turns() == []
-    desk.is_due = False
-    assert desk.turns() == [second], "dispatch says what is wrong"
+    assert bench.turns() == []
+    bench.is_due = False
+    assert bench.turns() == [second], "dispatch says what is wrong"
 
 
 def test_drain_rate_is_not_learnt_without_workers() -> None:
-    desk = AdmissionBench()
-    desk.workers, desk.is_due = [], True
-    desk.ask()
-    meter, watch = desk.admission._forecast.meter, desk.admission._watch
+    bench = AdmissionBench()
+    bench.workers, bench.is_due = [], True
+    bench.enter()
+    meter, watch = bench.admission._forecast.meter, bench.admission._watch
     rate = meter.rate(watch.measure().prefill_tokens_per_s)
-    desk.now_s += 9.0
-    desk.admission.end_hopeless()
+    bench.now_s += 9.0
+    bench.admission.end_hopeless()
     assert meter.rate(watch.measure().prefill_tokens_per_s) == pytest.approx(rate)

@@ -63,7 +63,7 @@ def test_peer_load_replayed_old_load_is_ignored() -> None:
     peers.update(load(A, 6, share(1, 10, 1)), 0.0)
     peers.update(load(A, 7, share(1, 20, 1)), 0.0)
     peers.update(load(B, 3, share(1, 30, 1)), 0.0)
-    peers.gone(B)
+    peers.remove(B)
     assert peers.expire(3.0)
     for sequence in (5, 6, 7):
         assert not peers.update(load(A, sequence, share(1, 70_000, 30)), 4.0), "it lapsed"
@@ -87,8 +87,8 @@ def test_peer_load_of_departed_router_is_removed() -> None:
     peers = PeerLoads(lease_s=3.0)
     peers.update(load(A, 1, share(1, 10, 1)), 0.0)
     assert peers.routers == {A}
-    assert peers.gone(A)
-    assert not peers.gone(A)
+    assert peers.remove(A)
+    assert not peers.remove(A)
     assert peers.at(ME, 1) is NO_PEERS
 
 
@@ -116,7 +116,7 @@ def test_registry_counts_each_request_once() -> None:
     registry.peers_changed()
     (seen,) = registry.snapshots()
     assert (seen.backlog_tokens, seen.num_active) == (170, 3)
-    peers.gone(A)
+    peers.remove(A)
     registry.peers_changed()
     (seen,) = registry.snapshots()
     assert (seen.backlog_tokens, seen.num_active) == (150, 2), "what is left of a dead router, the worker tells"

@@ -76,8 +76,8 @@ def test_poison_bystanders_run_alone_and_are_acquitted() -> None:
     for one in others[1:]:
         book.placed(one, (C,))
         book.proven(one)
-        book.gone(one)
-    book.gone(others[0])
+        book.forget(one)
+    book.forget(others[0])
     assert book.check([])
 
 
@@ -96,7 +96,7 @@ def test_poison_unrelated_death_requires_one_more_loss() -> None:
     book = PoisonRequestTracker()
     book.placed(RequestId("x"), (C,))
     book.lost(RequestId("x"), C, 0.0)
-    book.gone(RequestId("x"))
+    book.forget(RequestId("x"))
     for number, condemned in enumerate((False, False, True)):
         worker = key("w", number)
         book.placed(P, (worker,))
@@ -223,7 +223,7 @@ def test_poison_quick_reconnect_is_no_loss() -> None:
         book.returned({A}, now_s + 0.5)
         assert not book.is_in_doubt(P, now_s + 0.5)
         assert book.avoid(RequestId("new")) == set()
-    book.gone(P)
+    book.forget(P)
     assert book.check([])
 
 

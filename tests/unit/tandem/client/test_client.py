@@ -48,8 +48,8 @@ def parts() -> fakes.Servers:
 @asynccontextmanager
 async def server_of(parts: fakes.Servers) -> AsyncIterator[str]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
-    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
-        yield f"127.0.0.1:{door.port}"
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as running:
+        yield f"127.0.0.1:{running.port}"
 
 
 async def test_client_chat_generate_tokenize_and_models(parts: fakes.Servers) -> None:

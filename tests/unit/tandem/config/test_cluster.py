@@ -31,7 +31,7 @@ from worker.sessions import LOAD_PERIOD_S
         ("router: {allowed_origins: ['https://chat.example.com:port']}", "router.allowed_origins"),
         ("router: {port: -1}", "router.port"),
         ("router: {port: 8299, grpc_port: 8299}", "8299"),
-        ("router: {port: 1}\nrouter: {port: 2}", "stands twice"),
+        ("router: {port: 1}\nrouter: {port: 2}", "duplicate key"),
         ("a: &a [x]\nrouter: *a", "aliases"),
         ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("a: !!python/object/apply:os.getcwd []", "python/object"),
@@ -100,7 +100,7 @@ from worker.sessions import LOAD_PERIOD_S
         ),
         (
             "{engine: {kv_memory: private}, prefill: {tensor_parallel_size: 2, nodes: 2, rank_port: 7}}",
-            "engine.kv_memory must be shared where prefill.nodes is 2",
+            "engine.kv_memory: private requires prefill.nodes: 1, got 2",
         ),
         ("? []\n: 1\n? []\n: 2", "a key is a list or a mapping (line 1)"),
         ("? {a: 1}\n: 1", "a key is a list or a mapping (line 1)"),
@@ -172,7 +172,7 @@ from worker.sessions import LOAD_PERIOD_S
         ),
         ("a: 1\n\tb: 2\n", "cluster.yaml: line 2, column 1: "),
         ("a: \x07\n", "cluster.yaml: unacceptable character"),
-        ("a: 1\na: 2\n", "cluster.yaml: key 'a' stands twice (line 2)"),
+        ("a: 1\na: 2\n", "cluster.yaml: duplicate key 'a' (line 2)"),
         ("a: &b 1\nc: *b\n", "cluster.yaml: YAML aliases are not allowed"),
     ],
 )

@@ -162,7 +162,7 @@ def test_gguf_defaults_of_sampling_are_read(tmp_path: Path) -> None:
 
     file = write(tmp_path, FAMILIES["qwen3"], change=add)
     expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
-    assert load_generation_defaults(file).shown() == expected
+    assert load_generation_defaults(file).to_json() == expected
 
 
 def test_gguf_ends_are_all_that_the_file_names_or_that_are_known_by_name(tmp_path: Path) -> None:

@@ -109,13 +109,13 @@ async def assert_refused(address: str, client: ClusterCredentials | None, reason
 
 async def test_plain_client_is_refused(authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(ClusterCredentials(issue(authority))) as address:
-        await assert_refused(address, None, "the peer takes TLS only, and this process has no certificates", caplog)
+        await assert_refused(address, None, "the peer accepts only TLS, and this process has no certificates", caplog)
 
 
 async def test_plain_server_is_refused(authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
     client = ClusterCredentials(issue(authority))
     async with serving(None) as address:
-        await assert_refused(address, client, "the peer speaks no TLS, and cluster.tls is on here", caplog)
+        await assert_refused(address, client, "the peer does not use TLS, but cluster.tls is on here", caplog)
 
 
 async def test_server_of_another_ca_is_refused(

@@ -174,7 +174,7 @@ async def test_framed_connection_finish_waits_for_what_peer_has_not_read() -> No
     assert handler.ends == [None]
 
 
-async def test_framed_connection_end_of_finished_peer_is_told_from_its_death() -> None:
+async def test_framed_connection_end_of_finished_peer_differs_from_its_death() -> None:
     for last, expected in ((b"", []), (framed(b""), [None]), (framed(b"1")[:-1], [])):
         handler = Recorder()
         connection = FramedConnection(handler)

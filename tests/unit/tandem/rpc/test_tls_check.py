@@ -55,7 +55,7 @@ def permissive(tmp_path_factory: pytest.TempPathFactory) -> ClusterCredentials:
 async def test_peer_that_answers_in_another_protocol_speaks_no_tls(permissive, says: bytes) -> None:
     async with listening(Peer(says, resets=False)) as address:
         found = await check_peer(address, permissive)
-    assert found == TlsCheck(speaks_tls=False, mismatch="the peer speaks no TLS, and cluster.tls is on here")
+    assert found == TlsCheck(speaks_tls=False, mismatch="the peer does not use TLS, but cluster.tls is on here")
 
 
 @pytest.mark.parametrize("resets", [True, False])

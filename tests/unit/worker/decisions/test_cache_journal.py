@@ -110,7 +110,7 @@ def test_cache_journal_too_many_pending_events_become_fresh_state() -> None:
     assert len(write.state) == 40
 
 
-def test_cache_journal_lost_board_is_rewritten_intact_one_is_not() -> None:
+def test_cache_journal_lost_state_is_rewritten_intact_one_is_not() -> None:
     journal = CacheJournal()
     journal.restart(0, [name(1)])
     journal.written(journal.next_write())

@@ -213,10 +213,13 @@ def test_gguf_wrong_tensors_are_refused_by_name(llama: tuple[Path, dict[str, Sto
         ({"output_norm.weight": (NUMBERS["Q8_0"], (64,), bytes(68))}, "output_norm.weight is a vector, stored as Q8_0"),
         ({"rope_freqs.weight": (0, (8,), bytes(32))}, r"1 tensors do not belong to LlamaForCausalLM.*rope_freqs"),
         ({"blk.0.attn_q.bias": (0, (64,), bytes(256))}, r"1 tensors do not belong .*blk\.0\.attn_q\.bias"),
-        ({"blk.0.ffn_up.weight": (10, (96, 64), b"")}, r"'blk\.0\.ffn_up\.weight' has type 10 of ggml; F32, F16, Q4_0"),
+        (
+            {"blk.0.ffn_up.weight": (10, (96, 64), b"")},
+            r"'blk\.0\.ffn_up\.weight' has ggml type 10; supported are F32, F16, Q4_0",
+        ),
         (
             {"blk.0.ffn_up.weight": (8, (96, 48), b"")},
-            r"ffn_up\.weight' has shape \[96, 48\], rows must be whole blocks",
+            r"ffn_up\.weight' has shape \[96, 48\]: rows must be whole blocks",
         ),
         ({"blk.0.ffn_up.weight": (8, (96, 2**60), b"")}, r"ffn_up\.weight' ends at byte"),
         (
@@ -245,13 +248,13 @@ ARRAY = struct.pack("<I", 9)
         (lambda whole: whole[:4] + struct.pack(">I", 3) + whole[8:], "version must be one of"),
         (
             lambda whole: whole[:8] + struct.pack("<Q", 2**63) + whole[16:],
-            "has 9223372036854775808 tensors, at most",
+            "has 9223372036854775808 tensors; at most",
         ),
         (
             lambda whole: whole[:16] + struct.pack("<Q", 2**63) + whole[24:],
-            "has 9223372036854775808 entries of metadata, at most",
+            "has 9223372036854775808 entries of metadata; at most",
         ),
-        (lambda whole: whole[:24] + struct.pack("<Q", 2**63) + whole[32:], "a text has 9223372036854775808 bytes"),
+        (lambda whole: whole[:24] + struct.pack("<Q", 2**63) + whole[32:], "a string has 9223372036854775808 bytes"),
         (lambda whole: whole[:100], "ends within its header"),
         (lambda whole: whole[:-1], "ends at byte"),
     ],
@@ -300,7 +303,7 @@ def test_gguf_in_a_folder_has_to_be_alone_and_needs_a_dtype(
     assert resolve_dtype("auto", str(folder)) == "float16"
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"torch_dtype"', '"other"'))
-    with pytest.raises(ConfigError, match=r"dtype is missing, and a\.gguf does not say one: set model\.dtype"):
+    with pytest.raises(ConfigError, match=r"dtype is missing, and a\.gguf does not state one: set model\.dtype"):
         resolve_dtype("auto", str(folder))
     quantized = '"quantization_config": {"quant_method": "mxfp4"}, "torch_dtype"'
     (folder / "config.json").write_text(config.replace('"torch_dtype"', quantized))

@@ -183,7 +183,7 @@ def test_quantized_kv_scales_beside_weights_are_read(folder: Callable[[str], Pat
 def test_quantized_config_without_quantized_tensors_is_refused(folder: Callable[[str], Path]) -> None:
     path = folder("gptq-4")
     (path / "model.safetensors").write_bytes((path.parent / "dense" / "model.safetensors").read_bytes())
-    refused(path, "quantization_config says GPTQ, 4 bits, groups of 32; no tensor is so")
+    refused(path, "quantization_config declares GPTQ, 4 bits, groups of 32, but no tensor is stored that way")
 
 
 def test_quantized_tensors_without_config_are_refused(folder: Callable[[str], Path]) -> None:

@@ -224,14 +224,14 @@ def test_tls_sender_without_tls_is_refused_with_reason(
 ) -> None:
     sender = TcpSender(source)
     with pytest.raises(
-        TransferError, match=r"TLS only, and this worker has no certificates for KV \(transfer\.tls, or cluster"
+        TransferError, match=r"only TLS, and this worker has no certificates for KV \(transfer\.tls, or cluster"
     ):
         sender.connect(secured.offer(), PAIRING)
     caplog.set_level(logging.INFO)
-    with pytest.raises(TransferError, match=r"tcp .*TLS only, and this worker has no certificates for KV"):
+    with pytest.raises(TransferError, match=r"tcp .*only TLS, and this worker has no certificates for KV"):
         sender.connect(forged(secured.offer(), "tls", ""), PAIRING)
     assert_serves(secured, files, source, target)
-    assert "the sender speaks no TLS" in caplog.text
+    assert "the sender does not use TLS" in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["transfer.tls", "cluster.tls"])
@@ -244,13 +244,13 @@ def test_tls_sender_with_tls_to_plain_receiver_is_refused_with_reason(
     setting: str,
 ) -> None:
     sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(replace(files, setting=setting))))
-    with pytest.raises(TransferError, match=f"speaks no TLS, and {setting} is set here"):
+    with pytest.raises(TransferError, match=f"does not use TLS, but {setting} is set here"):
         sender.connect(plain.offer(), PAIRING)
     caplog.set_level(logging.INFO)
-    with pytest.raises(TransferError, match=f"tcp .*speaks no TLS 1.3, and {setting} is set here"):
+    with pytest.raises(TransferError, match=f"tcp .*does not support TLS 1.3, but {setting} is set here"):
         sender.connect(forged(plain.offer(), "tls", "00" * 32), PAIRING)
     assert_serves(plain, None, source, target)
-    assert "the sender speaks TLS, and this worker has no certificates for KV" in caplog.text
+    assert "the sender uses TLS, and this worker has no certificates for KV" in caplog.text
 
 
 def test_tls_receiver_that_is_spoken_to_in_the_clear_names_the_setting_that_its_files_are_of(
@@ -259,10 +259,10 @@ def test_tls_receiver_that_is_spoken_to_in_the_clear_names_the_setting_that_its_
     caplog.set_level(logging.INFO)
     identity = TlsIdentity(replace(files, setting="cluster.tls"))
     receiver = TcpReceiver(settings=TcpSettings(tls=identity, stall_s=STALL_S))
-    with pytest.raises(TransferError, match="TLS only"):
+    with pytest.raises(TransferError, match="only TLS"):
         TcpSender(source).connect(forged(receiver.offer(), "tls", ""), PAIRING)
     receiver.close()
-    assert "the sender speaks no TLS, and cluster.tls is set here" in caplog.text
+    assert "the sender does not use TLS, but cluster.tls is set here" in caplog.text
 
 
 def test_tls_renewed_files_are_advertised_and_used_for_new_connections(

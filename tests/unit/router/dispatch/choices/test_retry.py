@@ -355,11 +355,11 @@ def test_registry_other_model_is_rejected_when_empty(registry: WorkerRegistry) -
 
 
 def test_grammar_error_of_worker_names_clients_field() -> None:
-    error = InvalidRequest("grammar: it takes too much")
+    error = InvalidRequest("grammar: too expensive")
     translated = in_clients_field(error, "response_format")
     assert (type(translated), translated.message, translated.param) == (
         InvalidRequest,
-        "response_format: it takes too much",
+        "response_format: too expensive",
         "response_format",
     )
     others = [InvalidRequest("prompt: empty", param="prompt"), InternalError("it failed")]
