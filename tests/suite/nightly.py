@@ -45,6 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("tests/browser", "tests/unit/test_house_rules.py"),
     ),
     "images": ("tests/images", "tests/integration/test_hub_download.py"),
+    "packaging": ("tests/packaging",),
     "containers": ("tests/containers",),
     "answers": (
         *_modules(

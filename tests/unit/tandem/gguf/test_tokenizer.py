@@ -12,8 +12,10 @@ from typing import Any
 
 import gguf
 import pytest
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
@@ -142,6 +144,8 @@ def transformed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, Tokenizer]:
     """What transformers, and we, make of the same file."""
+    if Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("before 5.18 transformers cuts texts as GPT-2 does, whatever the file's `tokenizer.ggml.pre` says")
     file = write(
         tmp_path_factory.mktemp("same"), smollm(), pre=request.param, bos_token=SPECIAL[0], add_bos_token=False
     )
