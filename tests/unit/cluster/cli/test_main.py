@@ -60,9 +60,9 @@ def test_version_names_tandem_and_torch():
 
 def test_light_commands_never_load_torch():
     code = (
-        "import sys, cluster.cli.main, cluster.cli.chat, cluster.router_client, cluster.cli.version, cluster.cli.up\n"
+        "import sys, cluster.cli.main, cluster.cli.chat, cluster.router_client, cluster.distribution, cluster.cli.up\n"
         "import cluster.cli.demo\n"
-        "cluster.cli.version.version_line()\n"
+        "cluster.distribution.version_line()\n"
         "print(sorted({'torch', 'grpc', 'fastapi', 'ray'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
