@@ -1,7 +1,6 @@
 """The `tandem` command. Only what a command needs is imported, and only when it runs, so that help appears at once."""
 
 import asyncio
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,8 @@ from cluster.cli.autoscale import autoscale
 from cluster.cli.cert import cert
 from cluster.cli.doctor import doctor
 from cluster.cli.fleet import abort, flip, ps, restart, scale
-from cluster.cli.follower import follower
+from cluster.cli.key import key
+from cluster.cli.processes import become, decode, follower, prefill, router
 from cluster.cli.profile import profile
 from cluster.cli.simulate import plan, simulate
 from tandem.config.source.regular_file import read_regular_text
@@ -43,10 +43,6 @@ app = typer.Typer(
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
 ]
-RequiredConfig = Annotated[
-    Path, typer.Option("--config", "-c", exists=True, dir_okay=False, help="The cluster's YAML.")
-]
-IndexOption = Annotated[int, typer.Option("--index", "-i", min=0, help="Index of the worker in its pool.")]
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -92,7 +88,7 @@ ClientCertOption = Annotated[
 
 def _show_version(requested: bool) -> None:
     if requested:
-        from cluster.cli.version import version_line
+        from cluster.distribution import version_line
 
         print(version_line())
         raise typer.Exit
@@ -157,9 +153,10 @@ def up(  # noqa: PLR0913  # one parameter per option
     loaded, out, err = again(), Console(highlight=False), _complaints(redis)
     if loaded.ray.address is None:
         raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err, again=again)))
-    from cluster.cli.ray_up import serve_on_ray
+    from cluster.ray.launcher import open_launcher
 
-    raise typer.Exit(serve_on_ray(loaded, loaded.ray.address, out=out, err=err, again=again))
+    with open_launcher(loaded.ray.address, loaded.model.path, warn=partial(_warn, err)) as launcher:
+        raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err, launcher=launcher, again=again)))
 
 
 @app.command(rich_help_panel=_RUN)
@@ -189,8 +186,14 @@ def _complaints(redis: str | None) -> "Console":
 
     err = Console(stderr=True, highlight=False)
     if redis is not None and urlsplit(redis).password is not None:
-        err.print(f"[bold yellow]warning: {_SHOWN}[/]", soft_wrap=True)
+        _warn(err, _SHOWN)
     return err
+
+
+def _warn(console: "Console", message: str) -> None:
+    from rich.text import Text
+
+    console.print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
 
 
 def _overrides(
@@ -205,43 +208,8 @@ def _overrides(
     }
 
 
-@app.command(rich_help_panel=_PROCESSES)
-def router(
-    config: RequiredConfig,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", "-w", min=1, max=64, help="Number of processes sharing the ports ([b]router.processes[/b])."
-        ),
-    ] = None,
-) -> None:
-    """Run the router of the cluster that the YAML describes; with several processes, their supervisor."""
-    from tandem.config.cluster import load
-
-    again = partial(load, config, {"router.processes": workers})
-    loaded = again()
-    if loaded.router.processes == 1:
-        return _become(["router", "--config", str(config)])
-    from rich.console import Console
-
-    from cluster.cli.up import serve_routers
-
-    raise typer.Exit(asyncio.run(serve_routers(loaded, console=Console(stderr=True, highlight=False), again=again)))
-
-
-@app.command(rich_help_panel=_PROCESSES)
-def prefill(config: RequiredConfig, index: IndexOption = 0) -> None:
-    """Run a prefill worker, which reads prompts."""
-    _become(["prefill_worker", "--config", str(config), "--index", str(index)])
-
-
-@app.command(rich_help_panel=_PROCESSES)
-def decode(config: RequiredConfig, index: IndexOption = 0) -> None:
-    """Run a decode worker, which writes answers."""
-    _become(["decode_worker", "--config", str(config), "--index", str(index)])
-
-
-app.command(rich_help_panel=_PROCESSES)(follower)
+for process in (router, prefill, decode, follower):
+    app.command(rich_help_panel=_PROCESSES)(process)
 
 
 @app.command(rich_help_panel=_TALK)
@@ -313,40 +281,15 @@ def top(
 )
 def bench(context: typer.Context) -> None:
     """Benchmark a cluster, as [bold]python -m tandem_bench[/bold] does, which documents its options."""
-    _become(["tandem_bench", *context.args])
+    become(["tandem_bench", *context.args])
 
 
 for change in (scale, flip, restart, abort, autoscale):
     app.command(rich_help_panel=_CHANGE)(change)
 for look in (ps, doctor, profile, simulate, plan):
     app.command(rich_help_panel=_LOOK)(look)
-
-
-app.command(rich_help_panel=_SECURE)(cert)
-
-
-@app.command(rich_help_panel=_SECURE)
-def key(
-    action: Annotated[
-        str,
-        typer.Argument(
-            metavar="new|digest", help="Generate a key, or print the entry for one read from standard input."
-        ),
-    ] = "new",
-    tenant: Annotated[str | None, typer.Option(help="Tenant to put into the entry.")] = None,
-    operator: Annotated[
-        bool, typer.Option("--operator", help="Operator key: may see all tenants and /metrics, and may profile.")
-    ] = False,
-) -> None:
-    """Generate an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the key file."""
-    from cluster.cli.keys import show_digest, show_new
-
-    raise typer.Exit({"new": show_new, "digest": show_digest}.get(action, _no_such_action)(tenant, operator))
-
-
-def _no_such_action(_tenant: str | None, _operator: bool) -> int:
-    _complain("expected `tandem key new` or `tandem key digest`")
-    return EXIT_CONFIG
+for secure in (cert, key):
+    app.command(rich_help_panel=_SECURE)(secure)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -361,18 +304,6 @@ def _key_of(file: Path | None) -> str | None:
     except ConfigError as error:
         _complain(str(error))
         raise typer.Exit(EXIT_CONFIG) from None
-
-
-def _become(module_and_arguments: list[str]) -> None:
-    """Replace this process, so that signals and exit code are those of the module, as a container expects."""
-    from cluster.processes.effective_config import GRPC_WITHOUT_FORK, import_root
-
-    environment = {**GRPC_WITHOUT_FORK, **os.environ}
-    if root := import_root():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
-    sys.stdout.flush()
-    command = [sys.executable, "-m", *module_and_arguments]
-    os.execve(sys.executable, command, environment)  # noqa: S606  # our own interpreter, no shell
 
 
 def _complain(message: str) -> None:

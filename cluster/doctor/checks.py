@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
-from cluster.doctor import machine, software
+from cluster.doctor import machine, packages, software
 from cluster.doctor.findings import Check, Finding, Status
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.redis_settings import RedisSettings
@@ -30,10 +30,16 @@ _EXPIRES_SOON_S = 14 * 86_400.0
 
 def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
     """Run every check, in display order; with `router_only`, only those of what a router needs."""
-    router_checks: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
+    router_checks: tuple[Check, ...] = (
+        software.python,
+        packages.router_packages,
+        software.redis,
+        software.router_compiler,
+        software.tokenizer,
+    )
     all_software: tuple[Check, ...] = (
         software.python,
-        software.packages,
+        packages.packages,
         software.torch,
         software.cuda,
         software.gpus,
@@ -48,7 +54,16 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
     of_workers: tuple[Check, ...] = () if router_only else (kv_certificates,)
     software_checks = router_checks if router_only else all_software
     checks = (*software_checks, *here, ports, locks, cluster_state, members, *of_workers)
-    return [finding for check in checks for finding in check(config)]
+    return [finding for check in checks for finding in _findings(check, config)]
+
+
+def _findings(check: Check, config: ClusterConfig) -> list[Finding]:
+    """Run one check; what it cannot import is a finding, too."""
+    try:
+        return check(config)
+    except ImportError as error:
+        name = check.__name__.removeprefix("router_").replace("_", " ")
+        return [Finding(name=name, status=Status.FAIL, detail=f"not checked: {error}", hint="see `packages` above")]
 
 
 def ports(config: ClusterConfig) -> list[Finding]:

@@ -7,8 +7,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import psutil
-
 from cluster.doctor.findings import Finding, Status
 from cluster.terminal_text import format_bytes
 from tandem.config.cluster import ClusterConfig
@@ -43,6 +41,8 @@ def _cpu_flags() -> set[str]:
 
 def memory(_config: ClusterConfig) -> list[Finding]:
     """Report free memory, and the container's limit if there is one."""
+    import psutil
+
     machine = psutil.virtual_memory()
     limit = _cgroup_limit(machine.total)
     detail = f"{format_bytes(machine.available)} free of {format_bytes(machine.total)}"

@@ -8,8 +8,8 @@ is placed again when the supervisor restarts it. A worker's address is known onc
 import asyncio
 import secrets
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from pydantic import SecretStr
 from cluster.processes.child import Callbacks
 from cluster.processes.effective_config import with_certificates, with_router_ports
 from cluster.processes.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
-from cluster.ray.session import HostHandle, NodeLost, RaySession
+from cluster.ray.session import HostHandle, NodeLost, RaySession, connect
 from cluster.supervisor.ray_placement import GPU, Node, RayPlacement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.config.cluster import ClusterConfig, dump_for_processes
 from tandem.errors import ConfigError
+from tandem.model_path import is_local_model
 from tandem.process.load_progress import LoadReport
 from tandem.process.silence import SilenceWatch
 from tandem.rpc.hosts import join
@@ -37,6 +38,19 @@ _MAX_ROOM_S = 600.0
 """Maximum delay between two such reports."""
 _LOOKS = 8
 """Number of checks for a silent actor within `ray.silence_s`."""
+
+
+@contextmanager
+def open_launcher(address: str, model_path: str, *, warn: Callable[[str], None]) -> Iterator["RayLauncher"]:
+    """Join the Ray cluster at `address` until the end. Raises ConfigError before anything is started.
+
+    Call this on the main thread, outside any event loop. `warn` is told what the user should know about that cluster.
+    """
+    with connect(address) as session:
+        if session.warning is not None:
+            warn(session.warning)
+        # Nodes download a model of the hub; local files must exist there under the same name.
+        yield RayLauncher(session, model_path=None if is_local_model(model_path) else model_path)
 
 
 class RayLauncher:

@@ -70,7 +70,7 @@ def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
     Concurrent processes build it once; where the installation has it, none does. Raises NativeUnavailable without a
     compiler, when the sources do not compile, or when another user could have written to the cache.
     """
-    if recipe.fits_all_processors and (ready := _prebuilt(recipe, Path(sys.prefix) / PREBUILT)).exists():
+    if (ready := prebuilt_library(recipe)) is not None:
         return ready
     plan = plan_build(recipe)
     directory = cache_root or cache_root_of(recipe)
@@ -86,6 +86,14 @@ def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
     except OSError as error:
         raise NativeUnavailable(f"the {recipe.name} could not be built in {directory}: {error}") from error
     return library
+
+
+def prebuilt_library(recipe: Recipe) -> Path | None:
+    """Return the library that the installation brought along, made from these very sources; None where it has none."""
+    if not recipe.fits_all_processors:
+        return None
+    library = _prebuilt(recipe, Path(sys.prefix) / PREBUILT)
+    return library if library.exists() else None
 
 
 def prebuild(recipe: Recipe, root: Path) -> Path:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
+
+from cluster.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -96,16 +96,6 @@ def pure_contracts() -> list[dict[str, object]]:
     return [c for c in linter["contracts"] if c["id"].startswith("pure-")]
 
 
-def test_packages_of_which_we_override_what_is_not_public_have_an_upper_bound() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
-    found = [one for one in map(Requirement, texts) if one.name in ("fastapi", "redis", "uvicorn")]
-    assert sorted(one.name for one in found) == ["fastapi", "redis", "redis", "uvicorn"]
-    for one in found:
-        assert "<" in {specifier.operator for specifier in one.specifier}, one
-        assert one.specifier.contains(version(one.name)), one
-
-
 def test_wheel_imports_only_shipped_packages() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     shipped = {name for name in PACKAGES if f"{name}*" in setup["include"]}
@@ -137,8 +127,9 @@ def test_wheel_runs_only_shipped_modules() -> None:
 def test_no_small_module_has_a_single_importer() -> None:
     """It belongs in its importer. Commands and parsers are exempt, as entries of registries; what only tests import
     counts by them."""
+    commands = {command.callback.__module__ for command in app.registered_commands if command.callback is not None}
+    assert {"cluster.cli.doctor", "cluster.cli.fleet"} <= commands
     registries = (
-        "cluster/cli/",
         "engine/model/checkpoints/formats/",
         "engine/model/families/",
         "router/text/tool_parsers/",
@@ -161,6 +152,7 @@ def test_no_small_module_has_a_single_importer() -> None:
         and not path.name.startswith(("__init__.", "__main__.", "conftest.", "test_"))
         and len(importers[name]) == 1
         and len(path.read_text().splitlines()) < 60
+        and name not in commands
         and not str(path.relative_to(ROOT)).startswith(registries)
     }
     assert not found

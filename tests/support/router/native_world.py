@@ -9,18 +9,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from msgspec.structs import replace
 
 from router.access.tls import ServerTlsState
-from router.fleet.native_streams import MOST_TOKENS, NativeStreams
+from router.fleet.native_streams import MOST_TOKENS, NativeStreams, native_streams
 from router.http.app import create_app
 from router.http.server.http_server import HttpServer
 from router.types.session_events import StreamOffer
+from tests.support.compiler import WITHOUT_COMPILER, has_compiler
 from tests.support.fake_worker import FakeWorker
 from tests.support.router.cluster import Cluster, cluster
 from tests.support.router.servers import fakes
 
 WAIT_S = 120.0
+
+
+def make_native_streams(most: int) -> Callable[[], NativeStreams]:
+    """As `native_streams`; skips the test where there is no compiler, and fails it where the sources do not compile."""
+    found = native_streams(most)
+    if found is None and not has_compiler():
+        pytest.skip(WITHOUT_COMPILER)
+    assert found is not None, "native code does not compile here"
+    return found
 
 
 class CountedStreams(NativeStreams):

@@ -1,7 +1,8 @@
-"""`tandem doctor` on the dtype, the GPUs of each worker, and the cluster's certificates."""
+"""`tandem doctor` on compilers, the dtype, the GPUs of each worker, and the cluster's certificates."""
 
 import json
 import logging
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 from cluster.cli.cert import make_certificate
 from cluster.doctor import software
 from cluster.doctor.checks import cluster_state, examine, kv_certificates, members
-from cluster.doctor.findings import Finding, Status
+from cluster.doctor.findings import Check, Finding, Status
+from router.fleet.native_streams import RECIPE
 from tandem.config.cluster import load
 from tandem.model_path import model_directory
+from tandem.native.build import PREBUILT, _prebuilt
 from tests.support.certificates import Authority
 from tests.support.engine.gguf_writer import write_gguf
 from tests.unit.worker.test_gpus import FakeHost
@@ -44,6 +47,54 @@ def test_doctor_reports_python_without_optimizations(monkeypatch: pytest.MonkeyP
         (found,) = software.python(load(None))
         assert found.status is status
         assert ("--enable-optimizations" in found.hint) == (status is Status.INFO)
+
+
+def _put_compiler(folder: Path, name: str, program: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{program}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("check", [software.compiler, software.router_compiler])
+def test_doctor_looks_for_the_compiler_of_native_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Check
+) -> None:
+    """One for C is none, nor is one without the headers of C++."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    config = load(None, {"engine.device": "cpu"})
+    _put_compiler(tmp_path / "bin", "gcc", "echo gcc 12")
+    (found,) = check(config)
+    assert (found.name, found.status, found.detail) == ("C++ compiler", Status.WARN, "none found (g++ or c++)")
+    assert found in examine(config, router_only=check is software.router_compiler)
+    assert "apt install g++" in found.hint
+    _put_compiler(tmp_path / "bin", "c++", 'test "$1" = --version && echo c++ 12')
+    (found,) = check(config)
+    assert (found.status, found.detail) == (Status.WARN, f"{tmp_path}/bin/c++ compiles no C++17")
+    _put_compiler(tmp_path / "bin", "g++", "echo g++ 12")
+    assert [(one.status, one.detail) for one in check(config)] == [(Status.OK, "g++ 12")]
+
+
+def test_doctor_misses_no_compiler_where_the_image_has_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    library = _prebuilt(RECIPE, tmp_path / PREBUILT)
+    library.parent.mkdir(parents=True)
+    library.touch()
+    (found,) = software.router_compiler(load(None))
+    assert (found.status, found.detail) == (Status.OK, f"not needed: {library} is built")
+    (of_workers,) = software.compiler(load(None, {"engine.device": "cpu"}))
+    assert of_workers.status is Status.WARN
+
+
+def test_doctor_looks_for_a_c_compiler_beside_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    for names, found in (((), ["C++ compiler"]), (("H100",), ["C++ compiler", "C compiler"])):
+        monkeypatch.setattr(software.NvidiaHost, "names", lambda self, names=names: names)
+        assert [one.name for one in software.compiler(load(None))] == found
+        assert len(software.compiler(load(None, {"engine.device": "cpu"}))) == 1
 
 
 def test_doctor_shows_resolved_auto_dtype() -> None:

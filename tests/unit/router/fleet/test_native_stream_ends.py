@@ -15,14 +15,14 @@ import uvloop
 from router.access.access_files import AccessControl
 from router.api.request_meter import RequestMeter
 from router.dispatch import request_run
-from router.fleet.native_streams import NativeStreams, native_streams
+from router.fleet.native_streams import NativeStreams
 from tandem.config.access import RouterTls
 from tandem.config.cluster import RouterConfig
 from tandem.v1 import session_pb2 as pb
 from tandem.values.outputs import FinishReason
 from tests.support.certificates import Authority
 from tests.support.fake_worker import FakeWorker, Submission
-from tests.support.router.native_world import CountedStreams, World, events_of, text_of, world
+from tests.support.router.native_world import CountedStreams, World, events_of, make_native_streams, text_of, world
 from tests.support.router.servers import fakes
 
 TOKENIZER = fakes.make_tokenizer()
@@ -44,8 +44,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture
 def counted() -> Callable[[], NativeStreams]:
-    found = native_streams(1000)
-    assert found is not None, "there is no C++ compiler here"
+    found = make_native_streams(1000)
     CountedStreams.num_written = CountedStreams.num_rests = 0
     args = found.args  # type: ignore[attr-defined]  # a partial
     return lambda: CountedStreams(*args)
@@ -291,8 +290,7 @@ async def _whole(made: World) -> None:
 
 def test_streams_beyond_the_bound_are_written_by_python(run: Run) -> None:
     """One at a time: descriptors are a connection's first."""
-    found = native_streams(1)
-    assert found is not None
+    found = make_native_streams(1)
     most = 0
 
     class Watched(CountedStreams):

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import grpc
 import pytest
 
-from router.fleet.native_streams import NativeStreams, native_streams
+from router.fleet.native_streams import NativeStreams
 from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
@@ -45,6 +45,7 @@ from tests.support.router.cluster import (
     routed,
     session_settings,
 )
+from tests.support.router.native_world import make_native_streams
 from worker.session_port import orders_of
 
 _NAMES: list[BlockHash] = []
@@ -402,7 +403,7 @@ async def test_reader_knows_of_natively_written_tokens_before_anything_else(ends
         on_event=lambda event: note(type(event).__name__), on_token=lambda index, _id: note(index), offer=offer
     )
     with here, there:
-        async with cluster(worker, new_native_streams=native_streams(9)) as router, asyncio.timeout(20.0):
+        async with cluster(worker, new_native_streams=make_native_streams(9)) as router, asyncio.timeout(20.0):
             (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
             assert port is not None
             port.submit(_order("r-0", attempt=1), reader)

@@ -9,6 +9,7 @@ import pytest
 
 from router.fleet import native_streams
 from tandem.native.build import PREBUILT, NativeUnavailable, Recipe, build, prebuild
+from tests.support.compiler import needs_compiler
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) long one() { return 1; }\n'
 
@@ -20,6 +21,7 @@ def recipe(tmp_path: Path) -> Recipe:
     return Recipe(name="ones", sources=tmp_path / "csrc", flags=("-fPIC",))
 
 
+@needs_compiler
 def test_installed_library_needs_no_compiler(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = prebuild(recipe, tmp_path / "prefix")
     assert library.parent == tmp_path / "prefix" / PREBUILT
@@ -29,6 +31,7 @@ def test_installed_library_needs_no_compiler(recipe: Recipe, tmp_path: Path, mon
     assert not (tmp_path / "cache").exists()
 
 
+@needs_compiler
 @pytest.mark.parametrize("change", ["source", "header", "flags"])
 def test_installed_library_of_other_sources_is_not_used(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
@@ -48,6 +51,7 @@ def test_code_for_one_processor_is_not_installed(recipe: Recipe, tmp_path: Path)
         prebuild(replace(recipe, flags=("-fPIC", "-march=native")), tmp_path)
 
 
+@needs_compiler
 def test_prebuild_command_prints_where_the_library_is(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tandem.native.prebuild", native_streams.__name__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
