@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "cluster": (
         *("tests/unit/cluster", "tests/unit/tandem", "tests/unit/tandem_bench", "tests/unit/monitoring"),
         *("tests/unit/docs", "tests/unit/suite", "tests/unit/support", "tests/unit/training", "tests/chart"),
-        *("tests/browser", "tests/unit/test_house_rules.py"),
+        *("tests/browser", "tests/unit/test_house_rules.py", "tests/unit/test_private_names.py"),
     ),
     "images": ("tests/images", "tests/integration/test_hub_download.py"),
     "packaging": ("tests/packaging",),
