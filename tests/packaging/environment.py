@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Self
 
 from packaging.utils import canonicalize_name
 
@@ -24,7 +26,10 @@ class CommandFailed(Exception):
 
 
 class Environment:
-    """Starts every command outside of the checkout, without this process's Python path and settings."""
+    """Starts every command outside of the checkout, without this process's Python path and settings.
+
+    As a context manager it is removed with its block: it has gigabytes.
+    """
 
     def __init__(self, folder: Path, *, cache: Path | None = None) -> None:
         """Make it, with nothing but pip. `cache`: where compiled code goes; None: where the user has it."""
@@ -33,6 +38,12 @@ class Environment:
         self._bin = folder / "environment/bin"
         self._variables = _variables(self._bin, cache)
         subprocess.run([sys.executable, "-m", "venv", str(self._bin.parent)], check=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        shutil.rmtree(self._bin.parent)
 
     def install(self, *arguments: str) -> None:
         """Let pip install, from wherever it is configured to look. Raises CommandFailed."""

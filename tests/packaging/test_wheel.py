@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -32,12 +32,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(wheel: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(wheel: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     """Installed as README.md says: PyTorch first."""
-    made = Environment(tmp_path_factory.mktemp("wheel"), cache=cache)
-    made.install_torch(INSTALLED_TORCH)
-    made.install(f"{wheel}[hub,redis]")
-    return made
+    with Environment(tmp_path_factory.mktemp("wheel"), cache=cache) as made:
+        made.install_torch(INSTALLED_TORCH)
+        made.install(f"{wheel}[hub,redis]")
+        yield made
 
 
 def test_wheel_has_every_file_of_its_packages_and_no_other(wheel: Path, checkout: list[str]) -> None:
