@@ -29,7 +29,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.configured_workers import ConfiguredPoolSizes, ConfiguredWorkers, configured_addresses
 from router.fleet.connections import WorkerFleet
-from router.fleet.native_streams import NativeStreams, native_streams
+from router.fleet.native_streams import NativeStreams, StreamRoom, native_streams
 from router.fleet.probes import CANARY_SALT, QUALITY_SALT, Canary, QualityProbe
 from router.fleet.profiles import Profiles
 from router.fleet.reachable_workers import ReachableWorkers
@@ -93,13 +93,13 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         access = await stack.enter_async_context(AccessControl(config.router, limits))
         lifetime.on_reread(access.check_files)
         joined = await _join_workers(stack, config, registry, channels, incarnation, limits, tokenizer)
-        cluster_state, fleet, named_anew = joined
+        cluster_state, fleet, named_anew, room = joined
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
         model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
         tokenizer.check_fits(model.vocab_size)
-        metrics = make_metrics(config, model.name, access, cluster_state)
+        metrics = make_metrics(config, model.name, access, cluster_state, room)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         if credentials is not None:
             watch = CertificateWatch(credentials, fleet.addresses)
@@ -246,11 +246,13 @@ async def _join_workers(
     incarnation: Incarnation,
     limits: SharedRateLimits,
     tokenizer: Tokenizer,
-) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
+) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None], StreamRoom]:
     """Keep sessions with all workers; with Redis, also with those it lists, and read their cache events from it.
 
-    The last part of the result sets the addresses that the configuration names later.
+    The third part of the result sets the addresses that the configuration names later.
     """
+    # Each stream takes a second descriptor of the router's, from the reserve that connections leave.
+    room = StreamRoom(raise_file_limit() // 8)
     named, secret = configured_addresses(config), cluster_secret(config)
     directory = ChangingDirectory(named)
     settings, named_anew = config.redis.redis_settings(), directory.replace
@@ -272,18 +274,21 @@ async def _join_workers(
             incarnation=incarnation,
             silence_s=config.router.worker_silence_s,
             reads_redis=cluster_state is not None,
-            new_native_streams=await asyncio.to_thread(_native_streams, tokenizer),
+            new_native_streams=await asyncio.to_thread(_native_streams, tokenizer, room),
         ),
         expected=registry.expected,
     )
     await stack.enter_async_context(fleet)
-    return cluster_state, fleet, named_anew
+    return cluster_state, fleet, named_anew, room
 
 
-def _native_streams(tokenizer: Tokenizer) -> Callable[[], NativeStreams] | None:
+def _native_streams(tokenizer: Tokenizer, room: StreamRoom) -> Callable[[], NativeStreams] | None:
     """Get ready to write tokens natively, if that is possible. Blocks."""
-    # Each takes a second descriptor of the router's, from the reserve that connections leave.
-    return None if tokenizer.json_texts is None else native_streams(raise_file_limit() // 8)
+    if tokenizer.json_texts is None:
+        _log.info("Python writes all tokens to clients: with this tokenizer a token's text depends on those before it")
+        room.most = 0
+        return None
+    return native_streams(room)
 
 
 def _open_limits(

@@ -123,7 +123,7 @@ class RequestMeter:
         return None if self._second_s is None else self._last[choice]
 
     def written(self, choice: int, gaps_s: Sequence[float]) -> None:
-        """Count tokens as `token` does, each so many seconds after the one before."""
+        """Count tokens that native code wrote as `token` does, each so many seconds after the one before."""
         last_s = self._last[choice]
         if last_s is None:
             raise InvariantError("tokens were written before the first one was measured")
@@ -131,6 +131,7 @@ class RequestMeter:
         self._metrics.itl.pending.extend(gaps_s)
         self._counts[choice] += len(gaps_s)
         self._metrics.generation_tokens.value += len(gaps_s)
+        self._metrics.writers.num_native += len(gaps_s)
 
     def first_shown(self) -> None:
         """Record that the text of the first tokens was handed to the server that writes it."""

@@ -13,6 +13,7 @@ see no difference.
 
 import ctypes
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ MOST_TOKENS = 32
 MOST_S = 1.0
 _AGAIN_S = 1.0
 """Pause after a socket could not be duplicated: the process has no more descriptors."""
+_WARN_EVERY_S = 60.0
 _LEAST_COLUMNS = 256
 _log = logging.getLogger(__name__)
 
@@ -41,9 +43,35 @@ class StreamRoom:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        """0 where native code is not to be had."""
         self.num_open = 0
         self.again_s = 0.0
         """When to try again, on `time.monotonic`, after there was no descriptor."""
+        self.num_full = self.num_without_descriptor = 0
+        """Tokens that Python wrote while there was no room, or no descriptor, for a further stream."""
+        self._full_warned_s = self._descriptor_warned_s = -math.inf
+
+    def on_opened(self, now_s: float) -> None:
+        """Count one more stream; warn when that was the last one, at a bounded rate."""
+        self.num_open += 1
+        if self.num_open == self.most and now_s - self._full_warned_s >= _WARN_EVERY_S:
+            self._full_warned_s = now_s
+            _log.warning(
+                "%d streams are written natively, and no more may be (an eighth of the limit of open files): Python "
+                "writes the tokens of further ones, for more processor time; raise `ulimit -n`, or run more routers",
+                self.most,
+            )
+
+    def on_no_descriptor(self, now_s: float) -> None:
+        """Open no stream for a while; warn at a bounded rate."""
+        self.again_s = now_s + _AGAIN_S
+        if now_s - self._descriptor_warned_s >= _WARN_EVERY_S:
+            self._descriptor_warned_s = now_s
+            _log.warning(
+                "a client's socket could not be duplicated, with %d streams written natively: Python writes the tokens "
+                "of further ones, for more processor time; are there no more descriptors (`ulimit -n`)?",
+                self.num_open,
+            )
 
 
 class NativeStreams:
@@ -70,9 +98,17 @@ class NativeStreams:
 
     @property
     def has_room(self) -> bool:
-        """Whether another stream may be opened."""
+        """Whether another stream may be opened; where not, counts the token after which that is asked."""
         room = self._room
-        return self._streams is not None and room.num_open < room.most and time.monotonic() >= room.again_s
+        if self._streams is None:
+            return False
+        if room.num_open >= room.most:
+            room.num_full += 1
+            return False
+        if room.again_s and time.monotonic() < room.again_s:
+            room.num_without_descriptor += 1
+            return False
+        return True
 
     def open(self, handle: int, offer: StreamOffer) -> None:
         """Write the next tokens of a stream from now on; not where its socket cannot be duplicated."""
@@ -100,9 +136,9 @@ class NativeStreams:
         if self._open(self._streams, packed.buffer_info()[0], offer.stream.last_s, now_s + MOST_S):
             # It also keeps the vocabulary in memory.
             self._offers[handle] = offer
-            self._room.num_open += 1
+            self._room.on_opened(now_s)
         else:
-            self._room.again_s = now_s + _AGAIN_S
+            self._room.on_no_descriptor(now_s)
 
     def close(self, handle: int) -> None:
         """End a stream, if there is one, and report what was written of it."""
@@ -167,13 +203,14 @@ def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def native_streams(most: int) -> Callable[[], NativeStreams] | None:
+def native_streams(room: StreamRoom) -> Callable[[], NativeStreams] | None:
     """Return what makes the streams of each session, in all so many at a time; None where native code is not to be had.
     Blocks while it compiles.
     """
     try:
         library = NativeLibrary(build(RECIPE))
     except NativeUnavailable as error:
-        _log.info("native token writing is unavailable, using Python: %s", error)
+        _log.warning("native token writing is unavailable, using Python at 1.6 times the processor time: %s", error)
+        room.most = 0
         return None
-    return partial(NativeStreams, library, StreamRoom(most))
+    return partial(NativeStreams, library, room)

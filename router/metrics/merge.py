@@ -30,6 +30,8 @@ _ADDED_GAUGES = frozenset(
         "tandem_refused_choices",
         "tandem_link_handoffs",
         "tandem_tokenizer_cache_bytes",
+        "tandem_native_streams",
+        "tandem_native_streams_limit",
     }
 )
 _LEAST_GAUGES = frozenset({"tandem_redis_up", "tandem_member_certificate_not_after_seconds"})

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from router.dispatch.choices.retry import RetryReason
 from router.metrics.engine_work import WorkMetrics
@@ -18,6 +19,7 @@ from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleVa
 from router.metrics.latency_slices import SliceMetrics
 from router.metrics.quantiles import FINE_BOUNDS_S
 from router.metrics.request_outcomes import GenAiMetrics, RequestVerdict, judge_request
+from router.metrics.stream_writers import StreamWriterMetrics
 from router.metrics.tenants import TenantLabels, UsageMetrics
 from router.metrics.worker_reports import PinMetrics, PublishMetrics, TierMetrics, TransferMetrics
 from router.placement.worker_selection import PlacementReason
@@ -91,7 +93,7 @@ class PlacementMetrics:
         self._approximate.set(num_approximate)
 
 
-_I = TypeVar("_I", SingleValue, LabelledCounter, LocalHistogram)
+_I = TypeVar("_I", bound=Collector)
 
 
 class _Aging(Protocol):
@@ -119,6 +121,7 @@ class RouterMetrics:
         self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
+        self.writers = self._registered(StreamWriterMetrics(self.generation_tokens))
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in prefix caches")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in prefix caches")
         self.ttft = self._latency("vllm:time_to_first_token_seconds", "Time from arrival to the first token", _TTFT)

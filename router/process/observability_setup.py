@@ -12,6 +12,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
 from router.host_peers.exchange import HostPeerExchange
 from router.metrics.router_metrics import RouterMetrics
+from router.metrics.stream_writers import StreamRoomCounts
 from router.placement.decision_log import DecisionLog
 from router.status.feed import StatusFeed
 from router.status.snapshot.part import StatusSources
@@ -50,11 +51,19 @@ async def open_status(
 
 
 def make_metrics(
-    config: ClusterConfig, model_name: str, access: AccessControl, cluster_state: RouterClusterState | None
+    config: ClusterConfig,
+    model_name: str,
+    access: AccessControl,
+    cluster_state: RouterClusterState | None,
+    room: StreamRoomCounts,
 ) -> RouterMetrics:
-    """Build the router's metrics, with those of access control and, where Redis is configured, of the cluster state."""
+    """Build the router's metrics, with those of access control and, where Redis is configured, of the cluster state.
+
+    `room`: that of the streams that are written natively.
+    """
     usage = TenantUsage(PriceTable(config.prices), since_s=time.time())
     metrics = RouterMetrics(model_name, usage, config.telemetry.objectives)
+    metrics.writers.room = room
     access.register_metrics(metrics.registry)
     metrics.tenants.is_nameless = access.keys.is_nameless
     if cluster_state is not None:

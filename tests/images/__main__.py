@@ -67,7 +67,7 @@ def _look(layers: Layers, router: Image, worker: Image) -> None:
 
 def _native(at: Path, router: Image) -> str:
     """Where the router finds it; it would be in the cache if it had been compiled there."""
-    program = "from router.fleet.native_streams import *; assert native_streams(1); print(build(RECIPE))"
+    program = "from router.fleet.native_streams import *; assert native_streams(StreamRoom(1)); print(build(RECIPE))"
     found = output_of(at, router, "python3", "-c", program).strip()
     assert found.startswith("/opt/tandem/lib/tandem/native-streams-"), found
     return found

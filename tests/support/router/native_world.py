@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.access.tls import ServerTlsState
-from router.fleet.native_streams import MOST_TOKENS, NativeStreams, native_streams
+from router.fleet.native_streams import MOST_TOKENS, NativeStreams, StreamRoom, native_streams
 from router.http.app import create_app
 from router.http.server.http_server import HttpServer
 from router.types.session_events import StreamOffer
@@ -27,7 +27,7 @@ WAIT_S = 120.0
 
 def make_native_streams(most: int) -> Callable[[], NativeStreams]:
     """As `native_streams`; skips the test where there is no compiler, and fails it where the sources do not compile."""
-    found = native_streams(most)
+    found = native_streams(StreamRoom(most))
     if found is None and not has_compiler():
         pytest.skip(WITHOUT_COMPILER)
     assert found is not None, "native code does not compile here"

@@ -288,7 +288,26 @@ async def _whole(made: World) -> None:
     assert text_of(await made.answer({"prompt": "hello", "max_tokens": 400, "stream": True})) == text_at(200)
 
 
-def test_streams_beyond_the_bound_are_written_by_python(run: Run) -> None:
+def test_metrics_tell_natively_written_tokens_from_others(run: Run, counted: Callable[[], NativeStreams]) -> None:
+    async def test() -> None:
+        async with world(FakeWorker("d0", script=gives(200, stops_at(200))), new=counted) as made:
+            await _whole(made)
+            assert (await made.answer({"prompt": "hello", "stop": ["x"], "stream": True, "max_tokens": 400}))[0]
+            lines = made.parts.metrics.render().decode().splitlines()
+            native = float(CountedStreams.num_written)
+            assert f'tandem_written_tokens_total{{writer="native"}} {native}' in lines
+            assert f'tandem_written_tokens_total{{writer="python"}} {_sent(made) - native}' in lines
+            assert _sent(made) > 200
+
+    run(test())
+    assert 150 < CountedStreams.num_written < 200
+
+
+def _sent(made: World) -> float:
+    return made.parts.metrics.generation_tokens.value
+
+
+def test_streams_beyond_the_bound_are_written_by_python(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """One at a time: descriptors are a connection's first."""
     found = make_native_streams(1)
     most = 0
@@ -309,7 +328,16 @@ def test_streams_beyond_the_bound_are_written_by_python(run: Run) -> None:
     run(test())
     assert most == 1
     assert 0 < CountedStreams.num_written < 800
-    assert args[1].num_open == 0
+    room = args[1]
+    assert room.num_open == 0
+    assert 0 < room.num_full <= 800 - CountedStreams.num_written
+    assert room.num_without_descriptor == 0
+    assert _warnings(caplog) == [room.most]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[object]:
+    """What the warnings about native streams name: there is at most one a minute."""
+    return [one.args[0] for one in caplog.records if one.name == "router.fleet.native_streams" and one.args]
 
 
 def test_no_stream_is_further_behind_than_a_moment(
@@ -326,7 +354,7 @@ def test_no_stream_is_further_behind_than_a_moment(
 
 
 def test_without_descriptors_tokens_are_written_by_python_and_tried_again_later(
-    run: Run, counted: Callable[[], NativeStreams], monkeypatch: pytest.MonkeyPatch
+    run: Run, counted: Callable[[], NativeStreams], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.http.server.connection._DirectLink.descriptor", lambda self: 1 << 20)
 
@@ -340,3 +368,6 @@ def test_without_descriptors_tokens_are_written_by_python_and_tried_again_later(
     room = counted()._room
     assert room.num_open == 0
     assert began_s < room.again_s
+    assert room.num_without_descriptor > 0
+    assert room.num_full == 0
+    assert _warnings(caplog) == [0]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.fleet.native_streams import MOST_TOKENS, NativeStreams, native_streams
+from router.fleet.native_streams import MOST_TOKENS, NativeStreams, StreamRoom, native_streams
 from router.types.requests import PlainEvents, PlainStream
 from router.types.session_events import StreamOffer
 from tandem.v1 import session_pb2 as pb
@@ -342,6 +342,23 @@ def test_more_columns_than_ever_before(streams: NativeStreams) -> None:
             one.close()
 
 
-def test_no_streams_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_warns_once_a_minute_for_each_thing_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    room = StreamRoom(2)
+    for now_s in (0.0, 1.0, 59.0, 60.0):
+        room.num_open = 0
+        room.on_opened(now_s)
+        assert len(caplog.records) == (2 if now_s > 0.0 else 0)
+        room.on_opened(now_s)
+        room.on_no_descriptor(now_s)
+        assert room.again_s == now_s + 1.0
+    assert [one.levelname for one in caplog.records] == ["WARNING"] * 4
+
+
+def test_no_streams_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert native_streams(1000) is None
+    caplog.set_level("INFO")
+    room = StreamRoom(1000)
+    assert native_streams(room) is None
+    assert room.most == 0
+    (record,) = caplog.records
+    assert (record.levelname, "no C++ compiler found" in record.message) == ("WARNING", True)
