@@ -37,19 +37,17 @@ class StreamWriterMetrics(Collector):
         self._generation_tokens = generation_tokens
 
     def collect(self) -> Iterable[Metric]:
-        text = (
-            "Tokens sent to clients, by what wrote them: native code, or Python, as whole answers and streams not plain"
-        )
+        text = "Tokens sent to clients, by what wrote them: native code (plain streams) or Python (all else)"
         written = CounterMetricFamily("tandem_written_tokens", text, labels=("writer",))
         written.add_metric(("native",), self.num_native)
         written.add_metric(("python",), self._generation_tokens.value - self.num_native)
         yield written
-        text = "Tokens that Python wrote while native code took no further stream, by what there was none of"
+        text = "Tokens that Python wrote because native code took no further stream, by what was lacking"
         missed = CounterMetricFamily("tandem_native_streams_missed_tokens", text, labels=("lacks",))
         missed.add_metric(("room",), self.room.num_full)
         missed.add_metric(("descriptor",), self.room.num_without_descriptor)
         yield missed
-        text = "Streams that native code writes at this moment"
+        text = "Streams that native code is writing now"
         yield GaugeMetricFamily("tandem_native_streams", text, value=self.room.num_open)
-        text = "Most streams that native code may write at a time; 0: none, for want of a compiler or by the tokenizer"
+        text = "Most streams that native code may write at once; 0 where it is not available"
         yield GaugeMetricFamily("tandem_native_streams_limit", text, value=self.room.most)
