@@ -111,6 +111,8 @@ class ControlSocket:
                     encode_message(ControlReply(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes"))
                 )
                 return
+            if not request:
+                return  # another process has only looked whether this one is alive
             work = asyncio.get_running_loop().create_task(self._serve(request, lines))
             self._changes.add(work)  # the change continues if its client disconnects
             work.add_done_callback(self._changes.discard)

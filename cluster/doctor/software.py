@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.distribution import installed_version
 from cluster.doctor.findings import Finding, Status
-from cluster.processes.effective_config import NEEDED_FILES, plan_processes
+from cluster.processes.effective_config import NEEDED_FILES, parse_hub_id, plan_processes
 from cluster.processes.worker_gpus import WorkerGpus
 from engine.model.config import load_model_config
 from tandem.config.cluster import ClusterConfig
@@ -262,6 +262,10 @@ def _gguf_file(path: Path) -> Finding:
 def _model_files(config: ClusterConfig, needed: dict[str, tuple[str, ...]]) -> list[Finding]:
     name = config.model.path
     if (directory := _directory(config)) is None:
+        try:
+            parse_hub_id(name)
+        except ConfigError as error:
+            return [Finding(name="model", status=Status.FAIL, detail=str(error), hint="docs/use/models.md")]
         hint = "its files are downloaded at the first start, if the network allows"
         return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a local directory", hint=hint)]
     if is_gguf_file(directory):

@@ -327,13 +327,19 @@ def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> Cluste
             raise ConfigError(f"model.path: {model} has no {' and no '.join(lacking)}{hint}")
         _check_model(model, config.model, runs_workers)
         return _with_model(config, str(model), config.model.name or default_name(path))
+    hub_id, file = parse_hub_id(path)
+    model = Path(download(path)) if file is None else _hub_file(hub_id, file)
+    _check_model(model, config.model, runs_workers)
+    return _with_model(config, str(model), config.model.name or default_name(path))
+
+
+def parse_hub_id(path: str) -> tuple[str, str | None]:
+    """Split a model of the hub into its id and the file that it names, if any. Raises ConfigError for other paths."""
     if (named := _HUB_ID.fullmatch(path)) is None or ".." in path.split("/"):
         raise ConfigError(
             f"model.path: {path} is neither a directory, nor a {GGUF_SUFFIX} file, nor a hub id such as Qwen/Qwen3-0.6B"
         )
-    model = Path(download(path)) if named["file"] is None else _hub_file(named["id"], named["file"])
-    _check_model(model, config.model, runs_workers)
-    return _with_model(config, str(model), config.model.name or default_name(path))
+    return named["id"], named["file"]
 
 
 def _hub_file(hub_id: str, name: str) -> Path:

@@ -31,6 +31,7 @@ from cluster.processes.effective_config import (
 from cluster.processes.standby import StandbyWorkers
 from cluster.processes.worker_gpus import WorkerGpus
 from cluster.supervisor.supervisor import ProcessPlan, Role
+from engine.kv_storage.free_memory import free_memory_bytes
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.process.gpu_host import GpuHost, NvidiaHost
@@ -55,6 +56,10 @@ class Launched(Protocol):
     def send(self, signum: signal.Signals) -> None:
         """Signal it; does nothing once it has ended."""
         ...
+
+
+LEAST_WORKER_BYTES = 150 << 20
+"""Memory that a worker's process has for itself, at the very least: with the built-in model it is some 185 MB."""
 
 
 class Launcher(Protocol):
@@ -94,6 +99,22 @@ class Launcher(Protocol):
         ...
 
 
+def check_memory(config: ClusterConfig, free_bytes: int) -> None:
+    """Raise ConfigError unless so much memory can hold the workers' processes, without model and KV.
+
+    They would all start at once, and take other programs' memory before any of them could report an error.
+    """
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    num_processes = sum(pool.replicas * pool.ranks_per_node for pool in pools.values()) + config.standby_workers
+    if num_processes * LEAST_WORKER_BYTES <= free_bytes:
+        return
+    name, largest = max(pools.items(), key=lambda item: item[1].replicas * item[1].ranks_per_node)
+    raise ConfigError(
+        f"{name}.replicas is {largest.replicas}: {num_processes} worker processes (with ranks and standbys) need at "
+        f"least {num_processes * LEAST_WORKER_BYTES / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free here"
+    )
+
+
 def plan_one_more(launcher: Launcher, config: ClusterConfig, role: Role, index: int) -> ProcessPlan:
     """Plan one more process. Raises ConfigError."""
     if role is Role.ROUTER:
@@ -120,8 +141,11 @@ class LocalLauncher:
         """Path of the file that every process reads, once `open` was called."""
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:
-        """Choose free ports for those that are 0. Raises ConfigError."""
-        return with_router_ports(config) if self._routers_only else make_effective(config)
+        """Choose free ports for those that are 0. Raises ConfigError; also for more workers than memory can hold."""
+        if self._routers_only:
+            return with_router_ports(config)
+        check_memory(config, free_memory_bytes())
+        return make_effective(config)
 
     def open(self, config: ClusterConfig) -> None:
         """Write the file that all processes read, in a folder that only this user can enter."""

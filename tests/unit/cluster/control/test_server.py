@@ -123,6 +123,15 @@ async def test_control_socket_malformed_request_gets_reason(folder):
         assert [view.state for view in cluster.workers] == [ProcessState.READY] * 2
 
 
+async def test_control_socket_connection_without_request_is_not_reported(folder):
+    reports: list[str] = []
+    async with make(folder) as cluster, ControlSocket(cluster, report=reports.append) as control:
+        reader, writer = await asyncio.open_unix_connection(control.path)
+        writer.close()
+        assert await reader.read() == b""
+    assert reports == []
+
+
 def test_control_requests_omit_defaults_for_older_parent():
     assert encode_message(RestartRequest()) == b'{"op":"restart","roles":[]}\n'
     assert encode_message(RestartRequest(names=("decode-0",))) == b'{"op":"restart","roles":[],"names":["decode-0"]}\n'

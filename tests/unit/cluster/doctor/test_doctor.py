@@ -12,8 +12,10 @@ from cluster.cli.cert import make_certificate
 from cluster.doctor import software
 from cluster.doctor.checks import cluster_state, examine, kv_certificates, members
 from cluster.doctor.findings import Check, Finding, Status
+from cluster.processes.effective_config import resolve_model
 from router.fleet.native_streams import RECIPE
 from tandem.config.cluster import load
+from tandem.errors import ConfigError
 from tandem.model_path import model_directory
 from tandem.native.build import PREBUILT, _prebuilt
 from tests.support.certificates import Authority
@@ -131,6 +133,16 @@ def test_doctor_names_architecture_or_what_is_supported(tmp_path: Path) -> None:
         assert software.dtype(config) == []
         assert found in examine(config)
     assert software.architecture(load(None, {"model.path": "org/model"})) == []
+
+
+@pytest.mark.parametrize("path", ["/no/such", "model"])
+def test_doctor_refuses_model_paths_that_up_refuses(path: str) -> None:
+    (found,) = software.model(load(None, {"model.path": path}))
+    assert found.status is Status.FAIL
+    with pytest.raises(ConfigError) as refused:
+        resolve_model(load(None, {"model.path": path}))
+    assert found.detail == str(refused.value)
+    assert software.model(load(None, {"model.path": "org/model"}))[0].status is Status.WARN
 
 
 def test_doctor_checks_gguf_file_whole(tmp_path: Path) -> None:

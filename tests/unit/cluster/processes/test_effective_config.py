@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from cluster.cli import banner
-from cluster.processes import effective_config
+from cluster.processes import effective_config, launcher
 from cluster.processes.effective_config import (
     PortDrawer,
     child_environment,
@@ -26,6 +26,7 @@ from cluster.processes.effective_config import (
     with_certificates,
     written,
 )
+from cluster.processes.launcher import LocalLauncher
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import ProcessPlan, ProcessState, Role
 from tandem.config.cluster import ClusterConfig, RouterConfig, dump_for_processes, load
@@ -427,3 +428,14 @@ def test_certificates_are_generated_if_required_not_if_permissive():
     assert ClusterConfig.model_validate(yaml.safe_load(dump_for_processes(effective))) == effective
     with pytest.raises(ConfigError, match=r"cluster\.tls: mode is permissive and there are no certificates"):
         make_effective(load(None, {"cluster.tls": "permissive", "router.port": 0, "router.grpc_port": 0}))
+
+
+def test_more_workers_than_memory_can_hold_are_refused_before_any_starts(monkeypatch):
+    monkeypatch.setattr(launcher, "free_memory_bytes", lambda: 8 << 30)
+    many = load(None, {"prefill.replicas": 50, "decode.replicas": 2, "decode.tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"^prefill\.replicas is 50: 55 worker processes .* 8\.1 GiB, and 8\.0 GiB"):
+        LocalLauncher().settle(many)
+    fitting = load(None, {"prefill.replicas": 49, "decode.replicas": 2, "decode.tensor_parallel_size": 2})
+    assert len(LocalLauncher().settle(fitting).prefill.addresses) == 49
+    monkeypatch.setattr(launcher, "free_memory_bytes", lambda: 0)
+    LocalLauncher(routers_only=True).settle(many)
