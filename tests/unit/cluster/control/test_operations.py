@@ -16,7 +16,6 @@ from cluster.supervisor.process_view import SilentWatcher
 from cluster.supervisor.rollout import ChangeRefused, Rollout, Step
 from cluster.supervisor.supervisor import ProcessState, RestartPolicy
 from tandem.config.cluster import load
-from tandem.rpc.hosts import hold
 from tests.support.cluster.fake_cluster import fake_command, fake_config
 from tests.unit.cluster.processes.test_effective_config import first_of_two_free_ports
 from tests.unit.worker.test_gpus import FakeHost
@@ -269,8 +268,7 @@ async def test_pool_does_not_grow_into_the_health_ports_of_the_other(journal):
 
 async def test_multi_node_workers_restart_in_place_and_never_flip(journal):
     config = fake_config(decode=2)
-    with hold("127.0.0.1", 0) as held:
-        spread = {"tensor_parallel_size": 2, "nodes": 2, "rank_port": held.getsockname()[1]}
+    spread = {"tensor_parallel_size": 2, "nodes": 2, "rank_port": first_of_two_free_ports()}
     config = config.model_copy(update={"decode": config.decode.model_copy(update=spread)})
     async with LocalCluster(config, command=fake_command(journal), policy=POLICY) as cluster:
         notes = []
