@@ -106,7 +106,8 @@ test: setup browser promtool ## All tests but the long proofs; failures are run 
 COMPONENTS := tandem engine worker kv router cluster bench
 .PHONY: $(COMPONENTS:%=test-%)
 $(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component, without the long ones that take turns
-	@OMP_NUM_THREADS=1 TEST_TURN=none $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
+	@# A third process computes while others wait for sockets and processes.
+	@OMP_NUM_THREADS=1 TEST_TURN=none $(BIN)/pytest -q -n 3 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
 
 .PHONY: flaky
 flaky: setup ## Run the tests of a folder twenty times next to two busy loops: make flaky ARGS=tests/unit/router
