@@ -4,7 +4,7 @@ A program computes a tile of BLOCK_M rows: as many consecutive tokens of one seq
 share one key-value head, so that keys are read once for all of them. A program's sequence is found by
 bisection over the row starts, on the device: sequence `i` owns tiles from `row_starts[i] // tokens_per_tile + i` on,
 an upper bound that needs no prefix sum; surplus programs, and those of rows before the first sequence's, return at
-once. Long tiles start first.
+once. Long tiles of a sequence start first, each for all heads, so that short ones of all heads are the last to run.
 
 Keys that every row of a tile attends to are computed without a mask, the rest with one. With `fixed_keys`, results do
 not depend on chunking: runs of that many keys, at absolute positions, are computed from an empty state, masked
@@ -85,8 +85,8 @@ def paged_prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     sequence = _sequence_of(tile, row_starts_ptr, num_seqs, TOKENS)
     first_row = tl.load(row_starts_ptr + sequence)
     count = tl.load(row_starts_ptr + sequence + 1) - first_row
@@ -144,7 +144,7 @@ def paged_prefill(
         return
     group = num_heads // layer.num_kv_heads
     block_m = max(launch.block_m, power_of_two(group, 16))
-    paged_prefill_kernel[(num_rows // (block_m // group) + num_seqs, layer.num_kv_heads)](
+    paged_prefill_kernel[((num_rows // (block_m // group) + num_seqs) * layer.num_kv_heads,)](
         queries, layer.pages, layer.token_scales, layer.head_scales, out, tables, row_starts, starts,
         queries.stride(0), out.stride(0), tables.stride(0), num_seqs, score_scale(head_dim, scale),
         GROUP=group,
