@@ -110,7 +110,9 @@ def paged_prefill_kernel(
         start + first_token, start + tl.minimum(first_token + TOKENS, count), score_scale,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, FIXED_KEYS, BLOCK_N, SOFT_CAP,
     )  # fmt: skip
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    total = tl.where(total > 0.0, total, 1.0)
+    # With fixed keys rounded as decode attention rounds it, else by one division for each row.
+    result = acc / total[:, None] if FIXED_KEYS > 0 else acc * (1.0 / total)[:, None]
     if head_scales_ptr is not None:
         result *= tl.load(head_scales_ptr + NUM_KV_HEADS + kv_head)
     tl.store(out_ptr + row[:, None] * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -62,7 +62,7 @@ def test_representative_kernels_compile_for_hopper(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("gpu", ["NVIDIA H200", "some other GPU"])
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100", "some other GPU"])
 def test_triton_kernels_compile_for_hopper(tmp_path, gpu):
     status, rows = compile_kernels(tmp_path, "--gpu", gpu)
     assert status == 0
