@@ -120,11 +120,10 @@ def encode_offers(offers: Sequence[TransportOffer]) -> list[pb.TransportOffer]:
 
 def _encode_prefill(body: Prefill) -> pb.Prefill:
     job = body.job
-    return pb.Prefill(
+    message = pb.Prefill(
         token_ids=job.token_ids,
         num_prompt_tokens=job.num_prompt_tokens,
         held_tokens=job.held_tokens,
-        sampling=wire.sampling_to_pb(job.sampling),
         choice_index=job.choice_index,
         hash_root=job.hash_root,
         priority=job.priority,
@@ -137,6 +136,8 @@ def _encode_prefill(body: Prefill) -> pb.Prefill:
         holder=holder_to_pb(job.holder),
         trace=job.trace.to_text() if job.trace is not None else None,
     )
+    wire.fill_sampling(message.sampling, job.sampling)
+    return message
 
 
 def _encode_chunk(body: Chunk) -> pb.Chunk:

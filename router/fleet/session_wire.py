@@ -38,9 +38,9 @@ from tandem.protocol.session_versions import DIRECT_TICKET_BYTES, PROMPT_BYTES_S
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.protocol.wire import (
     failure_from_pb,
+    fill_sampling,
     finish_reason_from_pb,
     layout_from_pb,
-    sampling_to_pb,
     times_from_pb,
     token_from_pb,
     token_ids_to_bytes,
@@ -133,26 +133,34 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
 
 def submit_to_pb(order: SubmitOrder, handle: int, version: int = SPOKEN.newest) -> pb.RouterMessage:
     """Convert one attempt at one choice. `handle`: its name in `StepTokens`' columns; `version`: the session's."""
-    has_bytes = version >= PROMPT_BYTES_SINCE
-    submit = pb.Submit(
-        request_id=order.request_id,
-        attempt=order.attempt,
-        prompt_token_ids=() if has_bytes else order.prompt_token_ids,
-        prompt=token_ids_to_bytes(order.prompt_token_ids) if has_bytes else b"",
-        generated_token_ids=order.generated_token_ids,
-        sampling=sampling_to_pb(order.sampling),
-        choice_index=order.choice_index,
-        hash_root=order.hash_root,
-        priority=order.priority,
-        timeout_s=order.timeout_s,
-        prefill=None if order.prefill is None else _route_to_pb(order.prefill),
-        holder=None if order.holder is None else holder_to_pb(order.holder),
-        trace=order.trace.to_text() if order.trace is not None else None,
-        tokens_per_message=order.tokens_per_message,
-        handle=handle,
-        prediction=b"" if order.prediction is None else token_ids_to_bytes(order.prediction),
-    )
-    return pb.RouterMessage(submit=submit)
+    # Field by field: a message that is made of another one copies it, the prompt included.
+    message = pb.RouterMessage()
+    submit = message.submit
+    submit.request_id = order.request_id
+    submit.attempt = order.attempt
+    submit.choice_index = order.choice_index
+    submit.hash_root = order.hash_root
+    submit.priority = order.priority
+    submit.tokens_per_message = order.tokens_per_message
+    submit.handle = handle
+    if version >= PROMPT_BYTES_SINCE:
+        submit.prompt = token_ids_to_bytes(order.prompt_token_ids)
+    else:
+        submit.prompt_token_ids.extend(order.prompt_token_ids)
+    fill_sampling(submit.sampling, order.sampling)
+    if order.generated_token_ids:
+        submit.generated_token_ids.extend(order.generated_token_ids)
+    if order.timeout_s is not None:
+        submit.timeout_s = order.timeout_s
+    if order.prefill is not None:
+        submit.prefill.CopyFrom(_route_to_pb(order.prefill))
+    if (holder := holder_to_pb(order.holder)) is not None:
+        submit.holder.CopyFrom(holder)
+    if order.trace is not None:
+        submit.trace = order.trace.to_text()
+    if order.prediction is not None:
+        submit.prediction = token_ids_to_bytes(order.prediction)
+    return message
 
 
 def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:

@@ -107,28 +107,35 @@ def _token_ids_from_bytes(packed: bytes, param: str) -> "array[int]":
     return token_ids
 
 
-def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
-    """Encode with all fields set, so that the receiver's defaults do not matter."""
-    return pb.SamplingParams(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        ignore_eos=params.ignore_eos,
-        seed=params.seed,
-        num_logprobs=params.num_logprobs,
-        grammar=params.grammar,
-        # Hardly any request has these.
-        logit_bias=dict(params.logit_bias) if params.logit_bias else None,
-        stop_token_ids=params.stop_token_ids or None,
-        allowed_token_ids=params.allowed_token_ids or None,
-        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words] if params.bad_words else None,
-    )
+def fill_sampling(message: pb.SamplingParams, params: SamplingParams) -> None:
+    """Encode with all numbers set, so that the receiver's defaults do not matter.
+
+    Into a part of a message: making the part first would copy it.
+    """
+    message.max_tokens = params.max_tokens
+    message.min_tokens = params.min_tokens
+    message.temperature = params.temperature
+    message.top_k = params.top_k
+    message.top_p = params.top_p
+    message.min_p = params.min_p
+    message.presence_penalty = params.presence_penalty
+    message.frequency_penalty = params.frequency_penalty
+    message.repetition_penalty = params.repetition_penalty
+    message.ignore_eos = params.ignore_eos
+    message.seed = params.seed
+    # Hardly any request has these.
+    if params.num_logprobs is not None:
+        message.num_logprobs = params.num_logprobs
+    if params.grammar is not None:
+        message.grammar = params.grammar
+    if params.logit_bias:
+        message.logit_bias.update(params.logit_bias)
+    if params.stop_token_ids:
+        message.stop_token_ids.extend(params.stop_token_ids)
+    if params.allowed_token_ids:
+        message.allowed_token_ids.extend(params.allowed_token_ids)
+    for word in params.bad_words:
+        message.bad_words.add(token_ids=word)
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
