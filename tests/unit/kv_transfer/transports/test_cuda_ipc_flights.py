@@ -30,8 +30,11 @@ class FakeKernel:
 
     def __init__(self, pool):
         self._pool = pool
+        self.may_start = threading.Event()
+        self.may_start.set()
 
     def launch(self, moves: MoveTable, source, target, _stream):
+        self.may_start.wait()
         parts = []
         planes, rows = moves.planes.reshape(moves.num_layers, -1, 2), torch.tensor(moves.rows).view(-1, 4).tolist()
         for layer in planes.tolist():
@@ -47,8 +50,8 @@ class FakeKernel:
 class Flights:
     """A connection whose device ends a copy when it is told to."""
 
-    def __init__(self, pair: Pair, cuda: FakeCuda) -> None:
-        self.pair, self.cuda = pair, cuda
+    def __init__(self, pair: Pair, cuda: FakeCuda, kernel: FakeKernel) -> None:
+        self.pair, self.cuda, self._kernel = pair, cuda, kernel
         self.grants: dict[TransferKey, bytes] = {}
         self.written = 0
 
@@ -63,6 +66,15 @@ class Flights:
         if key not in self.grants:
             self.grants[key] = self.pair.receiver.open_grant(key, landing(self.pair.lands_in, *range(10)))
         return self.pair.writer.write(order(key, self.grants[key], cell_range(number, 1), [12 + number]))
+
+    def write_all(self, count: int) -> "list[Future[object]]":
+        """The next blocks, the last of which is queued before the first starts: a writer without work waits for what
+        flies."""
+        self._kernel.may_start.clear()
+        try:
+            return [self.write() for _ in range(count)]
+        finally:
+            self._kernel.may_start.set()
 
     def await_started(self, count: int) -> None:
         while len(self.events) < count:
@@ -80,7 +92,8 @@ def flights() -> Iterator[Flights]:
     leaves, lands_in = on_device(source), on_device(target)
     pool, cuda = leaves.device, FakeCuda()
     assert isinstance(pool, TorchPool)
-    pool._kernel, pool._streams = FakeKernel(pool), SideStreams(cuda, pool.memory.device)
+    kernel = FakeKernel(pool)
+    pool._kernel, pool._streams = kernel, SideStreams(cuda, pool.memory.device)
     sharing = HostSharing(target.fd)
     [receiver] = open_receivers(lands_in, choice="cuda_ipc", sharing=sharing)
     quiet: list[TransferKey] = []
@@ -88,7 +101,7 @@ def flights() -> Iterator[Flights]:
     receiver.listen_quiet(lambda key: (quiet.append(key), quieted.set()))
     [(sender, offer)] = candidates([receiver.offer()], open_senders(leaves, choice="cuda_ipc", sharing=sharing))
     writer = sender.connect(offer, PAIRING)
-    flying = Flights(Pair(target, source, lands_in, receiver, sender, writer, quiet, quieted), cuda)
+    flying = Flights(Pair(target, source, lands_in, receiver, sender, writer, quiet, quieted), cuda, kernel)
     try:
         yield flying
     finally:
@@ -100,7 +113,7 @@ def flights() -> Iterator[Flights]:
 
 
 def test_cuda_ipc_starts_chunks_while_others_fly_and_reports_each_at_its_end(flights: Flights) -> None:
-    futures = [flights.write() for _ in range(MAX_FLYING + 3)]
+    futures = flights.write_all(MAX_FLYING + 3)
     for i, future in enumerate(futures):
         started = min(i + MAX_FLYING + 1, len(futures))
         flights.await_started(started)
@@ -127,7 +140,7 @@ def test_cuda_ipc_frees_stream_when_nothing_flies(flights: Flights) -> None:
 
 
 def test_cuda_ipc_revocation_is_proven_once_nothing_flies(flights: Flights) -> None:
-    futures = [flights.write() for _ in range(2)]
+    futures = flights.write_all(2)
     flights.await_started(2)
     assert flights.pair.receiver.revoke(KEY) is False
     assert not flights.pair.quieted.wait(SOON_S)
@@ -142,7 +155,7 @@ def test_cuda_ipc_revocation_is_proven_once_nothing_flies(flights: Flights) -> N
 
 
 def test_cuda_ipc_cancel_stops_what_is_queued_and_awaits_what_flies(flights: Flights) -> None:
-    futures = [flights.write() for _ in range(MAX_FLYING + 2)]
+    futures = flights.write_all(MAX_FLYING + 2)
     flights.await_started(MAX_FLYING + 1)
     assert flights.pair.writer.cancel(KEY) is False
     with pytest.raises(TransferError, match="cancelled"):
@@ -160,7 +173,7 @@ def test_cuda_ipc_cancel_stops_what_is_queued_and_awaits_what_flies(flights: Fli
 
 
 def test_cuda_ipc_close_waits_for_all_that_fly(flights: Flights) -> None:
-    futures = [flights.write() for _ in range(2)]
+    futures = flights.write_all(2)
     flights.await_started(2)
     with ThreadPoolExecutor(1) as thread:
         closing = thread.submit(flights.pair.writer.close)
@@ -177,7 +190,7 @@ def test_cuda_ipc_close_waits_for_all_that_fly(flights: Flights) -> None:
 
 def test_cuda_ipc_receiver_end_waits_for_all_that_fly(flights: Flights) -> None:
     """The socket's end promises that no write follows."""
-    futures = [flights.write() for _ in range(2)]
+    futures = flights.write_all(2)
     flights.await_started(2)
     (theirs,) = flights.pair.receiver._writers
     send_goodbye(theirs.sock)
@@ -223,7 +236,7 @@ def test_cuda_ipc_error_of_one_flight_ends_connection_and_lands_others(
         raise RuntimeError("an illegal address")
 
     monkeypatch.setattr(FakeEvent, "synchronize", fails)
-    futures = [flights.write() for _ in range(2)]
+    futures = flights.write_all(2)
     flights.await_started(2)
     for event in flights.events:
         event.query = lambda: False

@@ -1,6 +1,7 @@
 """Credentials of `cluster.tls`: accepted peers, live rotation, and messages about invalid files."""
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import ssl
@@ -203,10 +204,16 @@ async def test_plain_sockets_use_rotated_certificates(authority, foreign, issue:
         reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname=MEMBER_NAME)
         assert await reader.read(4) == b"pong"
         writer.close()
+        await writer.wait_closed()
+
+    closed = asyncio.Event()
 
     async def pong(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"pong")
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        closed.set()
 
     context = MutualTls(new, name=MEMBER_NAME).server
     async with await asyncio.start_server(pong, "127.0.0.1", 0, ssl=context) as server:
@@ -216,6 +223,7 @@ async def test_plain_sockets_use_rotated_certificates(authority, foreign, issue:
         for name in ("ca", "key", "cert"):
             shutil.copy(getattr(new, name), getattr(files, name))
         await ping()
+        await closed.wait()
 
 
 async def test_permissive_mode_talks_to_tls_and_plain_peers(authority, issue: Make) -> None:

@@ -1,6 +1,7 @@
 """Plain connections beside gRPC (`ClusterChannels.connect`): every failure is one that its caller expects."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,18 @@ class _Gone(asyncio.Protocol):
 @LOOPS
 def test_connect_to_peer_that_is_gone_at_once_raises_oserror(make_loop: MakeLoop) -> None:
     async def main() -> None:
-        async with await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0) as server:
+        closed = asyncio.Event()
+
+        async def meet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            closed.set()
+
+        async with await asyncio.start_server(meet, "127.0.0.1", 0) as server:
             with pytest.raises(OSError):  # noqa: PT011  # each loop has its own text
                 await ClusterChannels(None).connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", _Gone)
+            await closed.wait()
 
     run(make_loop, main())
 
