@@ -1,5 +1,6 @@
 """A worker as the router sees it: its identity, its load, and what placement reads."""
 
+from functools import cached_property
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -19,7 +20,7 @@ class WorkerKey(NamedTuple):
     incarnation: Incarnation
 
 
-class WorkerInfo(Struct, frozen=True, kw_only=True):
+class WorkerInfo(Struct, frozen=True, kw_only=True, dict=True):
     """A worker's HELLO, fixed for the life of its process."""
 
     key: WorkerKey
@@ -52,9 +53,9 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
         """Tokens whose KV fits the worker's whole pool."""
         return self.num_blocks * self.layout.block_size
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's KV over all layers and ranks."""
+        """Bytes of one token's KV over all layers and ranks; asked for each request."""
         return self.layout.block_bytes * self.layout.tp_size // self.layout.block_size
 
     def cannot_pair(self, prefill: "WorkerInfo") -> str | None:
