@@ -301,7 +301,7 @@ class Supervisor:
     def tick(self, now: float) -> list[Action]:
         """Return the actions that have become due; call at `next_wake`, or more often."""
         actions: list[Action] = []
-        for process in self._processes.values():
+        for process in sorted(self._processes.values(), key=lambda process: process.plan.role is not Role.DECODE):
             name = process.plan.name
             if process.beats is not None and process.beats.is_silent(now):
                 process.beats = None
@@ -311,7 +311,9 @@ class Supervisor:
                 continue
             process.deadline = None
             if process.state is ProcessState.BACKOFF:
-                actions += self._launch(process, now)
+                process.deadline = self._first_decode_restart() if process.plan.role is Role.PREFILL else None
+                if process.deadline is None:
+                    actions += self._launch(process, now)
             elif process.is_alive:
                 what = "did not finish its work in time" if process.terminated else "did not become ready in time"
                 actions += [
@@ -366,6 +368,15 @@ class Supervisor:
             process.terminated, process.deadline = True, None
         kills: list[Action] = [Send(name=p.plan.name, signum=signal.SIGKILL) for p in alive]
         return [a for a in actions if not isinstance(a, Send)] + kills
+
+    def _first_decode_restart(self) -> float | None:
+        """When the first decode worker is restarted if none is alive, else None: as nothing is served until then, the
+        standby worker and the processors are for that one, and prefill workers come after it."""
+        workers = [p for p in self._processes.values() if p.plan.role is Role.DECODE]
+        if any(p.is_alive for p in workers):
+            return None
+        due = [p.deadline for p in workers if p.state is ProcessState.BACKOFF and p.deadline is not None]
+        return min(due, default=None)
 
     def _launch_pending(self, now: float) -> list[Action]:
         """Launch the next stage, once every process before it is ready."""

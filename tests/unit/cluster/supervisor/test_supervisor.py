@@ -101,6 +101,30 @@ def test_supervisor_rapid_deaths_back_off_then_are_given_up():
     assert supervisor.next_wake() is None
 
 
+def test_supervisor_restarts_a_decode_worker_before_prefill_workers_if_none_is_left():
+    supervisor = running(now=100)
+    for name, now in (("prefill-0", 100.0), ("decode-1", 100.1), ("decode-0", 100.2)):
+        supervisor.on_exited(name, -9, now)
+    assert launched(supervisor.tick(101.0)) == []
+    assert supervisor.next_wake() == 101.1
+    assert launched(supervisor.tick(101.1)) == ["decode-1", "prefill-0"]
+    assert launched(supervisor.tick(101.2)) == ["decode-0"]
+
+
+def test_supervisor_restarts_workers_that_died_together_decode_first():
+    supervisor = running(now=100)
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        supervisor.on_exited(name, -9, 100.0)
+    assert launched(supervisor.tick(101.0)) == ["decode-0", "decode-1", "prefill-0"]
+
+
+def test_supervisor_restarts_prefill_worker_at_once_while_a_decode_worker_serves():
+    supervisor = running(now=100)
+    for name, now in (("prefill-0", 100.0), ("decode-1", 100.1)):
+        supervisor.on_exited(name, -9, now)
+    assert launched(supervisor.tick(101.0)) == ["prefill-0"]
+
+
 def test_supervisor_stable_time_resets_backoff():
     supervisor = running()
     supervisor.on_exited("decode-0", 1, 1)
