@@ -50,6 +50,7 @@ class PoolMembers:
         self.slots: Ints = np.array(slots, dtype=np.int64)
         self.pool_tokens: Ints = np.array([info.pool_tokens for info in infos], dtype=np.int64)
         self.least_pool_tokens = min((info.pool_tokens for info in infos), default=0)
+        self.most_pool_tokens = max((info.pool_tokens for info in infos), default=0)
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
         lends = [bool(info.handoff_address) for info in infos]
         self.lends: Bools | None = None if all(lends) else np.array(lends, dtype=np.bool_)
