@@ -32,9 +32,10 @@ class PoolCosts(Struct, kw_only=True):
     explain: "Callable[[], ExplainedCosts]"
     """Splits the costs into their terms."""
     transfer_ms: Column | None = None
-    """Time in which KV gets to each decode worker over its usual link; None: prefill workers."""
+    """Time in which KV gets to each decode worker over its usual link; None: prefill workers,
+    or those of a cluster without a prefill pool."""
     local: Flags | None = None
-    """Whether each decode worker would compute the prompt itself; None: prefill workers."""
+    """Whether each decode worker would compute the prompt itself; None: as above, and all do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

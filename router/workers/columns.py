@@ -21,6 +21,9 @@ from tandem.values.roles import WorkerRole
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Slots = Ints | list[int]
+"""[num_slots]: one number of every worker by its slot; a list where they are few, an array where they are many."""
+_FEW_SLOTS = 8
 
 RATES = ("prefill_ms", "step_ms", "link_ms")
 """Columns that are 0 where a worker has not measured them yet."""
@@ -245,13 +248,18 @@ class ClusterView:
     """Prefill workers that each kind of decode worker can pair with; None: all."""
     num_slots: int
 
-    def matched(self, tokens: Mapping[WorkerId, int]) -> Ints:
+    def matched(self, tokens: Mapping[WorkerId, int]) -> Slots:
         """Convert matched tokens by worker to `PlacementDemand.matched`, leaving out workers that are not connected."""
-        found = np.zeros(self.num_slots, dtype=np.int64)
+        found = empty_slots(self.num_slots)
         for pool in (self.decode, self.prefill):
             for info, slot in zip(pool.members.infos, pool.members.slots, strict=True):
                 found[slot] = tokens.get(info.key.worker_id, 0)
         return found
+
+
+def empty_slots(num_slots: int) -> Slots:
+    """Return 0 for each slot."""
+    return [0] * num_slots if num_slots <= _FEW_SLOTS else np.zeros(num_slots, dtype=np.int64)
 
 
 def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None, ...]:
