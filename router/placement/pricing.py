@@ -2,7 +2,7 @@
 
 An operation on an array costs about what ten workers cost one by one. Both ways do the same operations in the same
 order, so they compare the same numbers. Only columns are split into terms: an explanation of few workers prices them
-again, when it is read. Pure.
+again, when it is read, from a copy of the pool's cells. That is one object: the log of decisions keeps many. Pure.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,6 @@ _NOTHING = ExplainedCosts(members=PoolMembers([], []), held=np.zeros(0), total=[
 _NO_COSTS = PoolCosts(held=[], work=[], compute_ms=[], load=[], total=[], explain=lambda: _NOTHING)
 """The costs of a pool without workers."""
 
-_Cells = list[list[float]]
-"""A copy of `PoolView.cells`."""
 _Prices = Callable[[Floats, Floats, Floats, Floats], tuple[float | Floats, Floats | None]]
 """The type of `LinkedPartners.prices`."""
 
@@ -72,9 +70,8 @@ def _price_prefill_by_columns(
 def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel) -> PoolCosts:
     num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
     matched_at = matched.__getitem__ if isinstance(matched, list) else matched.item
-    cells = pool.cells.tolist()
     # In the order of `COLUMNS`, as far as they are needed here.
-    backlog, active, token_ms, _, _, _, _, growth, penalised_until_s, *_ = cells
+    backlog, active, token_ms, _, _, _, _, growth, penalised_until_s, *_ = pool.cells.tolist()
     if "prefill_ms" in pool.unmeasured:
         token_ms = filled_in(token_ms, 1e3 / model.prior_prefill_tokens_per_s)
     copied = float(min(demand.replicate_tokens, most))
@@ -106,12 +103,12 @@ def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools
         total[row] += (charged[row] - least) * (each_ms * crowd)
     if closed is not None or pool.penalised_until_s is not None:
         _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
-    explain = partial(_explain_prefill, demand, pool, cells, closed, model)
+    explain = partial(_explain_prefill, demand, pool, pool.cells.tobytes(), closed, model)
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=explain)
 
 
 def _explain_prefill(
-    demand: PlacementDemand, pool: PoolView, cells: _Cells, closed: Bools | None, model: CostModel
+    demand: PlacementDemand, pool: PoolView, cells: bytes, closed: Bools | None, model: CostModel
 ) -> ExplainedCosts:
     return _price_prefill_by_columns(demand, pool.over(cells), closed, model).explain()
 
@@ -206,9 +203,8 @@ def _price_decode_singly(
 ) -> PoolCosts:
     num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
     matched_at = matched.__getitem__ if isinstance(matched, list) else matched.item
-    cells = pool.cells.tolist()
     # In the order of `COLUMNS`, as far as they are needed here.
-    backlog, active, token_ms, steps, links, free, relief, growth, penalised_until_s, *_ = cells
+    backlog, active, token_ms, steps, links, free, relief, growth, penalised_until_s, *_ = pool.cells.tolist()
     if "prefill_ms" in pool.unmeasured:
         token_ms = filled_in(token_ms, 1e3 / model.prior_prefill_tokens_per_s)
     if "step_ms" in pool.unmeasured:
@@ -257,7 +253,7 @@ def _price_decode_singly(
         compute_ms=compute,
         load=load,
         total=total,
-        explain=partial(_explain_decode, demand, pool, cells, closed, priced, model),
+        explain=partial(_explain_decode, demand, pool, pool.cells.tobytes(), closed, priced, model),
         transfer_ms=transfers or None,
         local=local or None,
     )
@@ -282,7 +278,7 @@ def prefers_local_prefill(
 def _explain_decode(
     demand: PlacementDemand,
     pool: PoolView,
-    cells: _Cells,
+    cells: bytes,
     closed: Bools | None,
     priced: list[tuple[float, float]],
     model: CostModel,

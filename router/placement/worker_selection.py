@@ -129,8 +129,8 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
         compute_ms=float(costs.compute_ms[at]),
         held_by_decode=int(decode.held[row]),
         replicate_tokens=demand.replicate_tokens,
-        decode_candidates=CandidateCosts(decode, row),
-        prefill_candidates=CandidateCosts(prefill, None if costs is decode else at),
+        decode_candidates=CandidateCosts(decode.total, decode.explain, row),
+        prefill_candidates=CandidateCosts(prefill.total, prefill.explain, None if costs is decode else at),
     )
 
 

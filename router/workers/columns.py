@@ -191,10 +191,10 @@ class PoolView:
     unmeasured: frozenset[str]
     """Names in RATES whose columns contain a 0."""
 
-    def over(self, cells: Sequence[Sequence[float]]) -> "PoolView":
+    def over(self, cells: bytes) -> "PoolView":
         """Return a view of a copy that was made of `cells` while this view was valid."""
-        is_penalised = self.penalised_until_s is not None
-        copied = _by_name(np.array(cells), attention=self.attention is not None, penalised_until_s=is_penalised)
+        is_penalised, copy = self.penalised_until_s is not None, np.frombuffer(cells).reshape(self.cells.shape)
+        copied = _by_name(copy, attention=self.attention is not None, penalised_until_s=is_penalised)
         return replace(self, **copied)
 
     def snapshot(self, row: int, now_s: float) -> WorkerSnapshot:
@@ -203,10 +203,10 @@ class PoolView:
         return WorkerSnapshot(
             info=self.members.infos[row],
             load=self.loads[row],
-            backlog_tokens=int(self.backlog[row]),
-            num_active=int(self.active[row]),
-            backlog_now=int(self.backlog_now[row]),
-            num_active_now=int(self.active_now[row]),
+            backlog_tokens=int(self.backlog.item(row)),
+            num_active=int(self.active.item(row)),
+            backlog_now=int(self.backlog_now.item(row)),
+            num_active_now=int(self.active_now.item(row)),
             draining=self.open is not None and not self.open[row],
             penalty_ms=max(0.0, until_s - now_s) * 1e3,
         )

@@ -156,8 +156,6 @@ class PrefixMap:
         if held.silent:
             self._store(held, own)
             return
-        lapses_s = now_s + self._expectation_s
-        self._lapses.append((lapses_s, held))
         # The leading blocks that it has; as in `_descend`, runs of blocks have the very same holders.
         num_held, before = 0, 0
         for holders in map(self._holders.get, own):
@@ -166,7 +164,12 @@ class PrefixMap:
                     break
                 before = holders
             num_held += 1
-        fresh = own[num_held:]
+        if num_held == len(own) and not held.expected:
+            # It knows all of them, so there is nothing to expect.
+            self._touch(held, own)
+            return
+        lapses_s, fresh = now_s + self._expectation_s, own[num_held:]
+        self._lapses.append((lapses_s, held))
         fits = len(held.known) + len(held.expected) + len(fresh) <= held.capacity
         if not fits or not self._holders.keys().isdisjoint(fresh):
             self._touch(held, own)
