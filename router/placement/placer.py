@@ -287,7 +287,7 @@ class Placer:
     def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
         assignment.computing = key
         if assignment.decision is not None:
-            assignment.decision.rerouted.append(key.worker_id)
+            assignment.decision.rerouted += (key.worker_id,)
         if key == assignment.decode:
             assignment.booked.add_tokens(num_tokens)
         else:

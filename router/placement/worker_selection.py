@@ -130,7 +130,9 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
         held_by_decode=int(decode.held[row]),
         replicate_tokens=demand.replicate_tokens,
         decode_candidates=CandidateCosts(decode.total, decode.explain, row),
-        prefill_candidates=CandidateCosts(prefill.total, prefill.explain, None if costs is decode else at),
+        prefill_candidates=()
+        if partners is None
+        else CandidateCosts(prefill.total, prefill.explain, None if costs is decode else at),
     )
 
 
