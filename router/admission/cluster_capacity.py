@@ -5,6 +5,7 @@ work queued, so that none is idle, and no more, because requests cannot overtake
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_prefill_capacity
-from router.placement.costs import CostModel
+from router.placement.costs import CostModel, filled_in
 from router.workers.columns import Bools, ClusterView, Floats, PoolView
 
 # Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
@@ -20,6 +21,9 @@ _least, _most, _sum, _or = np.minimum.reduce, np.maximum.reduce, np.add.reduce, 
 _Rows = slice | Bools
 """A selection of a pool's workers."""
 _ALL = slice(None)
+MAX_MEASURED_SINGLY = 7
+"""Most workers of each pool that are measured one by one; more are measured by columns. Up to here numpy adds numbers
+one after the other, so both ways give equal results."""
 _REMEMBERED_S = 5.0
 """Seconds over which the rate at which a queue drains is measured."""
 _BELIEVED_S = 0.5
@@ -152,7 +156,87 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
 
 
 def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
-    """Measure the room that is left beside `transit`, in a few operations per pool, however many workers it has."""
+    """Measure the room that is left beside `transit`."""
+    most = MAX_MEASURED_SINGLY
+    if len(view.decode.members.infos) <= most and len(view.prefill.members.infos) <= most:
+        return _measure_singly(view, policy, transit, now_s)
+    return _measure_by_columns(view, policy, transit, now_s)
+
+
+def _measure_singly(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
+    """Measure few workers one by one: an operation on an array costs about what ten of them do."""
+    decode, prefill = view.decode, view.prefill
+    # In the order of `COLUMNS`, as far as they are needed here.
+    _, _, _, step_ms, _, free, _, _, penalised_until_s, backlogs, active, tokens_per_s = decode.cells.tolist()
+    opened = _open_rows(decode)
+    willing = opened
+    if decode.penalised_until_s is not None:
+        willing = [row for row in opened if penalised_until_s[row] <= now_s] or opened
+    computing, rows = decode, willing
+    if prefill.members.infos and (able := _lending_rows(prefill)):
+        computing, rows = prefill, able
+        *_, backlogs, _, tokens_per_s = prefill.cells.tolist()
+    rates = measured = [tokens_per_s[row] for row in rows]
+    if "prefill_ms" in computing.unmeasured:
+        rates = filled_in(measured, policy.prior_prefill_tokens_per_s)
+    slack, rate_of_all, least_wait_s = 0.0, 0.0, math.inf
+    for row, rate in zip(rows, rates, strict=True):
+        backlog = backlogs[row]
+        slack += max(policy.worker_backlog_s * rate - backlog, 0.0)
+        rate_of_all += rate
+        least_wait_s = min(least_wait_s, backlog / rate)
+    slack -= transit.work_tokens
+    most_active, most_ms = policy.max_running_per_worker, math.inf
+    if policy.max_itl_s is not None:
+        most_ms = 1e3 * policy.max_itl_s
+    slots, free_tokens = 0.0, 0.0
+    with_slots: list[int] = []
+    for row in willing:
+        num_active = active[row]
+        free_tokens = max(free_tokens, free[row]) if num_active > 0.0 else math.inf
+        if num_active < most_active and (num_active <= 0.0 or step_ms[row] <= most_ms):
+            slots += most_active - num_active
+            with_slots.append(row)
+    local = None
+    if slack <= 0.0 and computing is prefill and policy.costs is not None:
+        local = local_prefill_capacity(
+            view,
+            policy.costs,
+            np.array(with_slots, dtype=np.int64),
+            backlog_s=policy.worker_backlog_s,
+            transit_tokens=transit.local_tokens,
+            now_s=now_s,
+        )
+    return ClusterCapacity(
+        usable=len(willing) > 0,
+        decode_reads=computing is decode,
+        slots=int(slots) - transit.num_requests,
+        slack_tokens=slack,
+        free_tokens=free_tokens,
+        pool_tokens=_largest_pool(decode) if willing else math.inf,
+        prefill_tokens_per_s=rate_of_all or policy.prior_prefill_tokens_per_s,
+        measured_tokens_per_s=max(measured, default=0.0),
+        least_wait_s=least_wait_s if rows else 0.0,
+        local=local,
+    )
+
+
+def _open_rows(pool: PoolView) -> Sequence[int]:
+    """Return the workers that accept requests."""
+    if pool.open is None:
+        return range(len(pool.members.infos))
+    rows: list[int] = pool.open.nonzero()[0].tolist()
+    return rows
+
+
+def _lending_rows(prefill: PoolView) -> Sequence[int]:
+    """Return the prefill workers that accept requests and can hand off what they compute."""
+    rows, lends = _open_rows(prefill), prefill.members.lends
+    return rows if lends is None else [row for row in rows if lends[row]]
+
+
+def _measure_by_columns(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
+    """Measure many workers in a few operations per pool."""
     decode, prefill = view.decode, view.prefill
     willing = _willing(decode, now_s)
     # Prefill workers that accept requests, and can hand off what they compute.
@@ -184,7 +268,7 @@ def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTrans
     usable, free_tokens, pool_tokens = len(active) > 0, 0.0, math.inf
     if usable:
         free_tokens = float(_most(decode.free_tokens[willing])) if _least(active) > 0.0 else math.inf
-        pool_tokens = float(_most(decode.members.pool_tokens[_ALL if decode.open is None else decode.open]))
+        pool_tokens = _largest_pool(decode)
     return ClusterCapacity(
         usable=usable,
         decode_reads=decode_reads,
@@ -209,6 +293,12 @@ def _willing(pool: PoolView, now_s: float) -> _Rows:
     if pool.open is not None:
         willing &= pool.open
     return willing if _or(willing) else rows
+
+
+def _largest_pool(pool: PoolView) -> float:
+    """Return the tokens of KV that the largest of the workers that accept requests holds; there is one."""
+    members = pool.members
+    return float(members.most_pool_tokens if pool.open is None else _most(members.pool_tokens[pool.open]))
 
 
 def _filled_in(rates: Floats, prior: float) -> Floats:

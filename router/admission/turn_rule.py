@@ -9,6 +9,8 @@ from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.types import AdmissionEntry, QueuedTotals
 from router.workers.columns import ClusterView
 
+_NOTHING_IN_TRANSIT = InTransit()
+
 
 class CapacityWatch:
     """Measures the room for requests beside those that had their turn and are not placed yet."""
@@ -33,16 +35,19 @@ class CapacityWatch:
 
     def measure(self) -> ClusterCapacity:
         """Measure the cluster's capacity at this moment."""
+        transit = self._transit() if self.in_transit else _NOTHING_IN_TRANSIT
+        room = measure_capacity(self._view(), self._policy, transit, self._clock())
+        self.awaited = not room.usable and self._is_due()
+        return replace(room, awaited=True) if self.awaited else room
+
+    def _transit(self) -> InTransit:
         work_tokens = local_tokens = 0.0
         for entry in self.in_transit:
             if entry.is_local:
                 local_tokens += entry.ticket.work_tokens
             else:
                 work_tokens += entry.ticket.work_tokens
-        transit = InTransit(num_requests=len(self.in_transit), work_tokens=work_tokens, local_tokens=local_tokens)
-        room = measure_capacity(self._view(), self._policy, transit, self._clock())
-        self.awaited = not room.usable and self._is_due()
-        return replace(room, awaited=True) if self.awaited else room
+        return InTransit(num_requests=len(self.in_transit), work_tokens=work_tokens, local_tokens=local_tokens)
 
 
 class TurnRule:

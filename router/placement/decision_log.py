@@ -11,7 +11,7 @@ from itertools import islice
 from math import isfinite
 from typing import Any, Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from router.placement.costs import CandidateCost
 from router.placement.worker_selection import Placement
@@ -50,7 +50,7 @@ class PlacementDecision(Struct, kw_only=True):
     """Time that the decision took."""
     actual_cached_tokens: int | None = None
     """Cached tokens as reported; None until the first token arrives, or for ever if none does."""
-    rerouted: list[WorkerId] = field(default_factory=list)
+    rerouted: tuple[WorkerId, ...] = ()
     """Prefill workers chosen instead, each after a failed hand-off."""
 
 

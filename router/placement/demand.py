@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from router.types.worker_view import WorkerKey
-from router.workers.columns import Bools, Ints, PoolView
+from router.workers.columns import Bools, PoolView, Slots
 from router.workers.pair_links import PairLinks
 
 
@@ -12,8 +12,8 @@ class PlacementDemand(Struct, frozen=True, kw_only=True):
 
     num_tokens: int
     """Tokens of the prompt and of earlier attempts' output, all of which need KV."""
-    matched: Ints
-    """[num_slots]: leading tokens whose KV a worker holds, by the worker's slot."""
+    matched: Slots
+    """Leading tokens whose KV a worker holds, by the worker's slot."""
     excluded: frozenset[WorkerKey] = frozenset()
     """Workers on which the choice has failed or was refused."""
     pool_tokens_above: int = 0

@@ -46,6 +46,10 @@ class AlikePartners:
             self._found.append(partner)
             self.cost_ms.append(np.inf if partner is None else partner.cost_ms)
 
+    def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
+        """Return what the partner of one decode worker costs, of which nothing is their link's."""
+        return self.cost_ms[self._members.kind_list[row]], 0.0
+
     def prices(
         self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
     ) -> tuple[float | Floats, Floats | None]:
@@ -92,7 +96,7 @@ def pick(total: Column, held: Column, load: Column, model: CostModel, rng: Rando
     if len(rows) > 1:
         waiting = min(map(load.__getitem__, rows)) + model.tie_ms
         rows = [row for row in rows if load[row] <= waiting]
-    return rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))]
+    return rows[0] if len(rows) == 1 else rng.choice(rows)
 
 
 class LinkedPartners:
@@ -160,7 +164,7 @@ Partners = AlikePartners | LinkedPartners
 def partners_of(
     costs: PoolCosts, view: ClusterView, links: PairLinks | None, model: CostModel, rng: Random
 ) -> Partners:
-    """Return the partners for one decision, whose prefill workers have these costs."""
-    if links is None or not len(costs.total):
+    """Return the partners for one decision, whose prefill workers have these costs; there is at least one."""
+    if links is None:
         return AlikePartners(costs, view, model, rng)
     return LinkedPartners(costs, view, links, model, rng)

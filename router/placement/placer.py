@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from random import Random
 
+import numpy as np
 from msgspec import Struct
 
 from router.placement.costs import CostModel
@@ -138,9 +139,9 @@ class Placer:
 
         Raises NoDecodeWorker or RequestTooLarge.
         """
-        registry, begun_s = self.registry, self._clock()
+        registry, now_s = self.registry, self._clock()
         prefix_map, view = registry.prefix_map, registry.view()
-        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above, is_local=is_local)
+        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above, now_s=now_s, is_local=is_local)
         placement = place(demand, view, self._model, self._rng)
         prefill, decode = placement.prefill, placement.decode.info.key
         worker = registry.find(decode)
@@ -161,15 +162,15 @@ class Placer:
             prompt=prompt,
             holder=best_holder(demand, computing, view, partial(self._num_confirmed, names)),
         )
-        self._hot.on_placed(names, work_ms=placement.compute_ms, tokens=placement.uncached_tokens, now_s=demand.now_s)
+        self._hot.on_placed(names, work_ms=placement.compute_ms, tokens=placement.uncached_tokens, now_s=now_s)
         if placement.affinity is Affinity.REPLICA:
-            self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
+            self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=now_s)
         # Only where it is computed: the decode worker's copy exists once the hand-off has committed, not before.
-        prefix_map.expect(computing.key.worker_id, names, now_s=begun_s)
+        prefix_map.expect(computing.key.worker_id, names, now_s=now_s)
         if prefill is not None:
             self._handed_off(assignment, placement.work_tokens)
             prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
-        assignment.seconds = self._clock() - begun_s
+        assignment.seconds = self._clock() - now_s
         return assignment
 
     def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
@@ -226,7 +227,7 @@ class Placer:
         """Choose another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
         self._stop_computing(assignment)
         view = self.registry.view()
-        demand = self._demand(assignment.num_tokens, assignment.names, view, excluded)
+        demand = self._demand(assignment.num_tokens, assignment.names, view, excluded, now_s=self._clock())
         found = place_prefill(demand, assignment.placement.decode, view, self._model, self._rng)
         if found is None:
             assignment.holder = None
@@ -286,7 +287,7 @@ class Placer:
     def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
         assignment.computing = key
         if assignment.decision is not None:
-            assignment.decision.rerouted.append(key.worker_id)
+            assignment.decision.rerouted += (key.worker_id,)
         if key == assignment.decode:
             assignment.booked.add_tokens(num_tokens)
         else:
@@ -311,15 +312,17 @@ class Placer:
         excluded: frozenset[WorkerKey],
         pool_tokens_above: int = 0,
         *,
+        now_s: float,
         is_local: bool = False,
     ) -> PlacementDemand:
-        prefix_map, now_s = self.registry.prefix_map, self._clock()
+        prefix_map = self.registry.prefix_map
         prefix_map.expire(now_s)
-        matched = prefix_map.match(names) * HASH_BLOCK_TOKENS
-        slots = (view.prefill if view.prefill.members.infos else view.decode).members.slots
+        matched = prefix_map.match(names, weight=HASH_BLOCK_TOKENS)
+        has_prefill = len(view.prefill.members.infos) > 0
 
         def num_holders(tokens: int) -> int:
-            return int((matched[slots] >= tokens).sum())
+            pool = view.prefill if has_prefill else view.decode
+            return int((np.asarray(matched)[pool.members.slots] >= tokens).sum())
 
         return PlacementDemand(
             num_tokens=num_tokens,
@@ -329,5 +332,5 @@ class Placer:
             is_local=is_local,
             replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
             now_s=now_s,
-            links=self.registry.links(view, now_s) if view.prefill.members.infos else None,
+            links=self.registry.links(view, now_s) if has_prefill else None,
         )

@@ -32,9 +32,10 @@ class PoolCosts(Struct, kw_only=True):
     explain: "Callable[[], ExplainedCosts]"
     """Splits the costs into their terms."""
     transfer_ms: Column | None = None
-    """Time in which KV gets to each decode worker over its usual link; None: prefill workers."""
+    """Time in which KV gets to each decode worker over its usual link; None: prefill workers,
+    or those of a cluster without a prefill pool."""
     local: Flags | None = None
-    """Whether each decode worker would compute the prompt itself; None: prefill workers."""
+    """Whether each decode worker would compute the prompt itself; None: as above, and all do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +101,25 @@ class ExplainedDecodeCosts(ExplainedCosts):
 class CandidateCosts(Struct, frozen=True, eq=False):
     """The candidates of a pool: the chosen one first, then cheapest first. A sequence; built when accessed."""
 
-    costs: PoolCosts
+    total: Column
+    """See `PoolCosts`, of which the log of decisions need not keep more."""
+    explain: Callable[[], ExplainedCosts]
     chosen: int | None
     """The row of the chosen one; None: none of the pool was chosen."""
 
     def __len__(self) -> int:
-        return int((np.asarray(self.costs.total) < inf).sum())
+        return int((np.asarray(self.total) < inf).sum())
 
     @overload
     def __getitem__(self, index: int) -> CandidateCost: ...
     @overload
     def __getitem__(self, index: slice) -> list[CandidateCost]: ...
     def __getitem__(self, index: int | slice) -> CandidateCost | list[CandidateCost]:
-        order: list[int] = np.argsort(self.costs.total, kind="stable")[: len(self)].tolist()
+        order: list[int] = np.argsort(self.total, kind="stable")[: len(self)].tolist()
         if self.chosen is not None:
             order.remove(self.chosen)
             order.insert(0, self.chosen)
-        found, explained = order[index], self.costs.explain()
+        found, explained = order[index], self.explain()
         return explained.candidate(found) if isinstance(found, int) else [explained.candidate(row) for row in found]
 
     def __iter__(self) -> Iterator[CandidateCost]:

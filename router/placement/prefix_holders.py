@@ -30,11 +30,12 @@ def best_holder(
     A worker cannot lend what it is only about to compute. Among equals: one that stays, then the one with fewer
     requests, then by name; a draining worker lends as long as it is connected.
     """
-    own = 0
+    own, matched = 0, demand.matched
     for pool in (view.prefill, view.decode):
         if (row := pool.members.rows.get(computing.key)) is not None:
-            own = demand.matched.item(pool.members.slot_list[row])
-    if np.maximum.reduce(demand.matched, initial=0) < own + MIN_GAIN_TOKENS:
+            own = int(matched[pool.members.slot_list[row]])
+    most = max(matched, default=0) if isinstance(matched, list) else np.maximum.reduce(matched, initial=0)
+    if most < own + MIN_GAIN_TOKENS:
         return None
     # Sorted by the upper bound of each: most are never checked for what is confirmed.
     best: tuple[_Order, WorkerInfo] | None = None
@@ -55,8 +56,9 @@ def best_holder(
 def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterator[tuple[_Order, WorkerInfo]]:
     """Yield the workers thought to hold at least `least` tokens, best first: the best have the smallest order."""
     found: list[tuple[_Order, WorkerInfo]] = []
+    matched = np.asarray(demand.matched)
     for pool in (view.decode, view.prefill):
-        thought = demand.matched[pool.members.slots]
+        thought = matched[pool.members.slots]
         rows = (thought >= least).nonzero()[0]
         if not len(rows):
             continue

@@ -2,7 +2,7 @@
 
 An operation on an array costs about what ten workers cost one by one. Both ways do the same operations in the same
 order, so they compare the same numbers. Only columns are split into terms: an explanation of few workers prices them
-again, when it is read. Pure.
+again, when it is read, from a copy of the pool's cells. That is one object: the log of decisions keeps many. Pure.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from router.placement.costs import CostModel, link_ms, prefill_ms, step_ms
+from router.placement.costs import CostModel, filled_in, link_ms, prefill_ms, step_ms
 from router.placement.demand import PlacementDemand
-from router.placement.partners import AlikePartners, Partners
+from router.placement.partners import Partners
 from router.placement.pool_costs import ExplainedCosts, ExplainedDecodeCosts, PoolCosts
 from router.workers.columns import Bools, Floats, PoolMembers, PoolView
 
@@ -27,8 +27,6 @@ _NOTHING = ExplainedCosts(members=PoolMembers([], []), held=np.zeros(0), total=[
 _NO_COSTS = PoolCosts(held=[], work=[], compute_ms=[], load=[], total=[], explain=lambda: _NOTHING)
 """The costs of a pool without workers."""
 
-_Cells = list[list[float]]
-"""A copy of `PoolView.cells`."""
 _Prices = Callable[[Floats, Floats, Floats, Floats], tuple[float | Floats, Floats | None]]
 """The type of `LinkedPartners.prices`."""
 
@@ -71,11 +69,11 @@ def _price_prefill_by_columns(
 
 def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel) -> PoolCosts:
     num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
-    cells = pool.cells.tolist()
+    matched_at = matched.__getitem__ if isinstance(matched, list) else matched.item
     # In the order of `COLUMNS`, as far as they are needed here.
-    backlog, active, token_ms, _, _, _, _, growth, penalised_until_s, *_ = cells
+    backlog, active, token_ms, _, _, _, _, growth, penalised_until_s, *_ = pool.cells.tolist()
     if "prefill_ms" in pool.unmeasured:
-        token_ms = prefill_ms(pool, model).tolist()
+        token_ms = filled_in(token_ms, 1e3 / model.prior_prefill_tokens_per_s)
     copied = float(min(demand.replicate_tokens, most))
     held: list[float] = []
     work: list[float] = []
@@ -84,7 +82,7 @@ def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools
     charged: list[float] = []
     total: list[float] = []
     for row, (slot, size) in enumerate(zip(members.slot_list, members.block_size_list, strict=True)):
-        own = float(min(matched.item(slot), most) // size * size)
+        own = float(min(matched_at(slot), most) // size * size)
         uncached = num_tokens - own
         tokens = uncached + growth[row] * uncached * (num_tokens + own)
         waiting, here = backlog[row] * token_ms[row], tokens * token_ms[row]
@@ -105,36 +103,31 @@ def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools
         total[row] += (charged[row] - least) * (each_ms * crowd)
     if closed is not None or pool.penalised_until_s is not None:
         _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
-    explain = partial(_explain_prefill, demand, pool, cells, closed, model)
+    explain = partial(_explain_prefill, demand, pool, pool.cells.tobytes(), closed, model)
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=explain)
 
 
 def _explain_prefill(
-    demand: PlacementDemand, pool: PoolView, cells: _Cells, closed: Bools | None, model: CostModel
+    demand: PlacementDemand, pool: PoolView, cells: bytes, closed: Bools | None, model: CostModel
 ) -> ExplainedCosts:
     return _price_prefill_by_columns(demand, pool.over(cells), closed, model).explain()
 
 
 def price_decode(
-    demand: PlacementDemand, pool: PoolView, closed: Bools | None, partners: Partners, model: CostModel, *, alone: bool
+    demand: PlacementDemand, pool: PoolView, closed: Bools | None, partners: Partners | None, model: CostModel
 ) -> PoolCosts:
     """Compute the cost of every decode worker with the cheaper of local prefill and a hand-off.
 
-    `closed`: workers that may not be chosen. `alone`: there is no prefill pool, so copies of prefixes are made here.
+    `closed`: workers that may not be chosen. `partners`: None where there is no prefill pool, so that prompts are
+    computed, and copies of prefixes made, here.
     """
     if len(pool.members.infos) <= MAX_PRICED_SINGLY:
-        return _price_decode_singly(demand, pool, closed, partners, model, alone=alone)
-    return _price_decode_by_columns(demand, pool, closed, partners.prices, model, alone=alone)
+        return _price_decode_singly(demand, pool, closed, partners, model)
+    return _price_decode_by_columns(demand, pool, closed, None if partners is None else partners.prices, model)
 
 
 def _price_decode_by_columns(
-    demand: PlacementDemand,
-    pool: PoolView,
-    closed: Bools | None,
-    prices: _Prices,
-    model: CostModel,
-    *,
-    alone: bool,
+    demand: PlacementDemand, pool: PoolView, closed: Bools | None, prices: _Prices | None, model: CostModel
 ) -> PoolCosts:
     held = held_tokens(demand, pool)
     uncached = demand.num_tokens - held
@@ -147,16 +140,21 @@ def _price_decode_by_columns(
         load = terms["memory_ms"] + itl
     compute = work * token_ms
     queue, stall = pool.backlog * token_ms, compute * (np.maximum(pool.active, 1.0) * model.stall_share)
-    transfer = uncached * link_ms(pool, model)
     here = queue + compute + stall
     local_terms: dict[str, Floats] = {"queue_ms": queue, "compute_ms": compute, "stall_ms": stall}
-    if demand.replicate_tokens and alone:
+    if demand.replicate_tokens and prices is None:
         local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
         here = here + local_terms["copy_ms"]
-    partner_ms, pair = prices(uncached, transfer, load, here)
-    remote = transfer + (partner_ms + model.handoff_ms)
-    local = _prefer_local_prefill(demand, uncached, here, remote, model)
-    total = load + np.where(local, here, remote)
+    if prices is None:
+        # No prompt is handed off: nothing is transferred, and an explanation shows hand-offs as endless.
+        transfer, pair, remote = np.zeros(len(here)), None, np.full(len(here), np.inf)
+        local, total = np.ones(len(here), dtype=np.bool_), load + here
+    else:
+        transfer = uncached * link_ms(pool, model)
+        partner_ms, pair = prices(uncached, transfer, load, here)
+        remote = transfer + (partner_ms + model.handoff_ms)
+        local = _prefer_local_prefill(demand, uncached, here, remote, model)
+        total = load + np.where(local, here, remote)
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
@@ -201,20 +199,20 @@ def _prefer_local_prefill(
 
 
 def _price_decode_singly(
-    demand: PlacementDemand, pool: PoolView, closed: Bools | None, partners: Partners, model: CostModel, *, alone: bool
+    demand: PlacementDemand, pool: PoolView, closed: Bools | None, partners: Partners | None, model: CostModel
 ) -> PoolCosts:
     num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
-    cells = pool.cells.tolist()
+    matched_at = matched.__getitem__ if isinstance(matched, list) else matched.item
     # In the order of `COLUMNS`, as far as they are needed here.
-    backlog, active, token_ms, steps, links, free, relief, growth, penalised_until_s, *_ = cells
+    backlog, active, token_ms, steps, links, free, relief, growth, penalised_until_s, *_ = pool.cells.tolist()
     if "prefill_ms" in pool.unmeasured:
-        token_ms = prefill_ms(pool, model).tolist()
+        token_ms = filled_in(token_ms, 1e3 / model.prior_prefill_tokens_per_s)
     if "step_ms" in pool.unmeasured:
-        steps = step_ms(pool, model).tolist()
-    if "link_ms" in pool.unmeasured:
+        steps = filled_in(steps, 1e3 * model.prior_decode_step_s)
+    if "link_ms" in pool.unmeasured and partners is not None:
         links = link_ms(pool, model).tolist()
     itl_steps = model.itl_share * model.itl_horizon_tokens
-    copied = float(min(demand.replicate_tokens, most)) if alone else 0.0
+    copied = float(min(demand.replicate_tokens, most)) if partners is None else 0.0
     held: list[float] = []
     work: list[float] = []
     compute: list[float] = []
@@ -224,30 +222,29 @@ def _price_decode_singly(
     transfers: list[float] = []
     priced: list[tuple[float, float]] = []
     for row, (slot, size) in enumerate(zip(members.slot_list, members.block_size_list, strict=True)):
-        own = float(min(matched.item(slot), most) // size * size)
+        own = float(min(matched_at(slot), most) // size * size)
         uncached = num_tokens - own
         tokens = uncached + growth[row] * uncached * (num_tokens + own)
         reading, waiting = tokens * token_ms[row], steps[row] * active[row] * itl_steps
         if uncached > free[row]:
             waiting = (uncached - free[row]) * steps[row] * relief[row] + waiting
-        transfer = uncached * links[row]
-        if isinstance(partners, AlikePartners):
-            of_partner = partners.cost_ms[members.kind_list[row]], 0.0
-        else:
-            of_partner = partners.price(row, uncached, transfer)
         here = backlog[row] * token_ms[row] + reading + reading * (max(active[row], 1.0) * model.stall_share)
         if own < copied:
             here += (_work_of_one(num_tokens, copied, growth[row]) - tokens) * token_ms[row]
-        remote = transfer + (of_partner[0] + model.handoff_ms)
-        is_local = alone or prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
         held.append(own)
         work.append(tokens)
         compute.append(reading)
         load.append(waiting)
-        transfers.append(transfer)
-        priced.append(of_partner)
-        local.append(is_local)
-        total.append(waiting + (here if is_local else remote))
+        if partners is not None:
+            transfer = uncached * links[row]
+            of_partner = partners.price(row, uncached, transfer)
+            remote = transfer + (of_partner[0] + model.handoff_ms)
+            is_local = prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
+            transfers.append(transfer)
+            priced.append(of_partner)
+            local.append(is_local)
+            here = here if is_local else remote
+        total.append(waiting + here)
     if closed is not None or pool.penalised_until_s is not None:
         _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
     return PoolCosts(
@@ -256,9 +253,9 @@ def _price_decode_singly(
         compute_ms=compute,
         load=load,
         total=total,
-        explain=partial(_explain_decode, demand, pool, cells, closed, priced, model, alone=alone),
-        transfer_ms=transfers,
-        local=local,
+        explain=partial(_explain_decode, demand, pool, pool.cells.tobytes(), closed, priced, model),
+        transfer_ms=transfers or None,
+        local=local or None,
     )
 
 
@@ -281,16 +278,16 @@ def prefers_local_prefill(
 def _explain_decode(
     demand: PlacementDemand,
     pool: PoolView,
-    cells: _Cells,
+    cells: bytes,
     closed: Bools | None,
     priced: list[tuple[float, float]],
     model: CostModel,
-    *,
-    alone: bool,
 ) -> ExplainedCosts:
-    partner_ms, pair = np.array(priced).T
     then = pool.over(cells)
-    return _price_decode_by_columns(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone).explain()
+    if not priced:
+        return _price_decode_by_columns(demand, then, closed, None, model).explain()
+    partner_ms, pair = np.array(priced).T
+    return _price_decode_by_columns(demand, then, closed, lambda *_: (partner_ms, pair), model).explain()
 
 
 def _penalise_and_close(until_s: list[float], closed: Bools | None, now_s: float, total: list[float]) -> None:
@@ -311,7 +308,9 @@ def held_tokens(demand: PlacementDemand, pool: PoolView) -> Floats:
     members = pool.members
     # Float from here on: operations that mix it with integers would convert it each time.
     held: Floats = (
-        np.minimum(demand.matched[members.slots], demand.num_tokens - 1) // members.block_sizes * members.tokens
+        np.minimum(np.asarray(demand.matched)[members.slots], demand.num_tokens - 1)
+        // members.block_sizes
+        * members.tokens
     )
     return held
 

@@ -108,12 +108,12 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
     if not num_decode or (closed is not None and closed.all()):
         raise _no_decode_worker(demand, view.decode, needed)
     prefill = price_prefill(demand, view.prefill, model)
-    alone = not view.prefill.members.infos
-    partners = partners_of(prefill, view, demand.links, model, rng)
-    decode = price_decode(demand, view.decode, closed, partners, model, alone=alone)
-    row = pick(decode.total, decode.held, decode.load, model, rng)
-    transfer_ms = 0.0 if decode.transfer_ms is None else float(decode.transfer_ms[row])
-    partner = None if alone else partners.find(row, demand.num_tokens - float(decode.held[row]), transfer_ms)
+    partners = partners_of(prefill, view, demand.links, model, rng) if view.prefill.members.infos else None
+    decode = price_decode(demand, view.decode, closed, partners, model)
+    row, partner = pick(decode.total, decode.held, decode.load, model, rng), None
+    if partners is not None and decode.transfer_ms is not None:
+        transfer_ms = float(decode.transfer_ms[row])
+        partner = partners.find(row, demand.num_tokens - float(decode.held[row]), transfer_ms)
     is_local = decode.local is None or bool(decode.local[row])
     costs, at = (decode, row) if partner is None or is_local else (prefill, partner.row)
     held = int(costs.held[at])
@@ -129,8 +129,10 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
         compute_ms=float(costs.compute_ms[at]),
         held_by_decode=int(decode.held[row]),
         replicate_tokens=demand.replicate_tokens,
-        decode_candidates=CandidateCosts(decode, row),
-        prefill_candidates=CandidateCosts(prefill, None if costs is decode else at),
+        decode_candidates=CandidateCosts(decode.total, decode.explain, row),
+        prefill_candidates=()
+        if partners is None
+        else CandidateCosts(prefill.total, prefill.explain, None if costs is decode else at),
     )
 
 

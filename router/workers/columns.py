@@ -21,6 +21,9 @@ from tandem.values.roles import WorkerRole
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Slots = Ints | list[int]
+"""[num_slots]: one number of every worker by its slot; a list where they are few, an array where they are many."""
+_FEW_SLOTS = 8
 
 RATES = ("prefill_ms", "step_ms", "link_ms")
 """Columns that are 0 where a worker has not measured them yet."""
@@ -50,6 +53,7 @@ class PoolMembers:
         self.slots: Ints = np.array(slots, dtype=np.int64)
         self.pool_tokens: Ints = np.array([info.pool_tokens for info in infos], dtype=np.int64)
         self.least_pool_tokens = min((info.pool_tokens for info in infos), default=0)
+        self.most_pool_tokens = max((info.pool_tokens for info in infos), default=0)
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
         lends = [bool(info.handoff_address) for info in infos]
         self.lends: Bools | None = None if all(lends) else np.array(lends, dtype=np.bool_)
@@ -187,10 +191,10 @@ class PoolView:
     unmeasured: frozenset[str]
     """Names in RATES whose columns contain a 0."""
 
-    def over(self, cells: Sequence[Sequence[float]]) -> "PoolView":
+    def over(self, cells: bytes) -> "PoolView":
         """Return a view of a copy that was made of `cells` while this view was valid."""
-        is_penalised = self.penalised_until_s is not None
-        copied = _by_name(np.array(cells), attention=self.attention is not None, penalised_until_s=is_penalised)
+        is_penalised, copy = self.penalised_until_s is not None, np.frombuffer(cells).reshape(self.cells.shape)
+        copied = _by_name(copy, attention=self.attention is not None, penalised_until_s=is_penalised)
         return replace(self, **copied)
 
     def snapshot(self, row: int, now_s: float) -> WorkerSnapshot:
@@ -199,10 +203,10 @@ class PoolView:
         return WorkerSnapshot(
             info=self.members.infos[row],
             load=self.loads[row],
-            backlog_tokens=int(self.backlog[row]),
-            num_active=int(self.active[row]),
-            backlog_now=int(self.backlog_now[row]),
-            num_active_now=int(self.active_now[row]),
+            backlog_tokens=int(self.backlog.item(row)),
+            num_active=int(self.active.item(row)),
+            backlog_now=int(self.backlog_now.item(row)),
+            num_active_now=int(self.active_now.item(row)),
             draining=self.open is not None and not self.open[row],
             penalty_ms=max(0.0, until_s - now_s) * 1e3,
         )
@@ -244,13 +248,18 @@ class ClusterView:
     """Prefill workers that each kind of decode worker can pair with; None: all."""
     num_slots: int
 
-    def matched(self, tokens: Mapping[WorkerId, int]) -> Ints:
+    def matched(self, tokens: Mapping[WorkerId, int]) -> Slots:
         """Convert matched tokens by worker to `PlacementDemand.matched`, leaving out workers that are not connected."""
-        found = np.zeros(self.num_slots, dtype=np.int64)
+        found = empty_slots(self.num_slots)
         for pool in (self.decode, self.prefill):
             for info, slot in zip(pool.members.infos, pool.members.slots, strict=True):
                 found[slot] = tokens.get(info.key.worker_id, 0)
         return found
+
+
+def empty_slots(num_slots: int) -> Slots:
+    """Return 0 for each slot."""
+    return [0] * num_slots if num_slots <= _FEW_SLOTS else np.zeros(num_slots, dtype=np.int64)
 
 
 def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None, ...]:

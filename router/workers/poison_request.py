@@ -51,7 +51,7 @@ class _TrackedChoice(Struct, kw_only=True):
     waits_since_s: float | None = None
     reserved: tuple[WorkerKey, ...] = ()
     """Workers on which no new choice is placed, for its sake."""
-    failed: set[WorkerKey] = field(default_factory=set)
+    failed: frozenset[WorkerKey] = frozenset()
     """Workers that failed on it while unproven: one that dies afterwards may have been failing already."""
 
     def remain(self, still: tuple[WorkerKey, ...]) -> None:
@@ -104,7 +104,7 @@ class PoisonRequestTracker:
         workers."""
         if (tracked := self._choices.get(choice)) is not None:
             if failed is not None and tracked.unproven:
-                tracked.failed.add(failed)
+                tracked.failed |= {failed}
             tracked.remain(still)
 
     def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
@@ -115,7 +115,7 @@ class PoisonRequestTracker:
         self._judge(choice, tracked)
         if tracked.suspect:
             self.trials.add(choice)
-        tracked.failed.discard(worker)
+        tracked.failed -= {worker}
         tracked.remain(still)
         return self.condemns(choice, now_s)
 

@@ -20,9 +20,9 @@ from heapq import heappop, heappush
 from itertools import groupby, repeat
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router.types.worker_view import PrefixChange
+from router.workers.columns import Slots, empty_slots
 from tandem.values.ids import BlockHash, WorkerId
 
 _MOST_SETS = 4096
@@ -156,8 +156,6 @@ class PrefixMap:
         if held.silent:
             self._store(held, own)
             return
-        lapses_s = now_s + self._expectation_s
-        self._lapses.append((lapses_s, held))
         # The leading blocks that it has; as in `_descend`, runs of blocks have the very same holders.
         num_held, before = 0, 0
         for holders in map(self._holders.get, own):
@@ -166,7 +164,12 @@ class PrefixMap:
                     break
                 before = holders
             num_held += 1
-        fresh = own[num_held:]
+        if num_held == len(own) and not held.expected:
+            # It knows all of them, so there is nothing to expect.
+            self._touch(held, own)
+            return
+        lapses_s, fresh = now_s + self._expectation_s, own[num_held:]
+        self._lapses.append((lapses_s, held))
         fits = len(held.known) + len(held.expected) + len(fresh) <= held.capacity
         if not fits or not self._holders.keys().isdisjoint(fresh):
             self._touch(held, own)
@@ -261,13 +264,13 @@ class PrefixMap:
                     break
                 self._forget(held, (name,))
 
-    def match(self, names: Sequence[BlockHash]) -> NDArray[np.int64]:
-        """Count, by worker slot, the leading hash blocks of `names` that each worker holds without a gap:
-        [num_slots]."""
-        found = np.zeros(len(self._slots), dtype=np.int64)
+    def match(self, names: Sequence[BlockHash], *, weight: int = 1) -> Slots:
+        """Count, by worker slot, the leading hash blocks of `names` that each worker holds without a gap; each counts
+        as `weight`."""
+        found = empty_slots(len(self._slots))
         for per_block, members in self._groups.items():
             if members:
-                self._descend(names[per_block - 1 :: per_block], members, per_block, found)
+                self._descend(names[per_block - 1 :: per_block], members, per_block * weight, found)
         return found
 
     def longest_prefix(self, names: Sequence[BlockHash]) -> dict[WorkerId, int]:
@@ -298,8 +301,8 @@ class PrefixMap:
             first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
         return length if first is None else first - (per_block - 1)
 
-    def _descend(self, names: Sequence[BlockHash], members: int, per_block: int, found: NDArray[np.int64]) -> None:
-        """Write the same for workers with blocks of one size, by the names of such blocks."""
+    def _descend(self, names: Sequence[BlockHash], members: int, weight: int, found: Slots) -> None:
+        """Write the same for workers with blocks of one size, by the names of such blocks; each counts as `weight`."""
         find = self._holders.get
         alive = find(names[0], 0) & members if names else 0
         if not alive:
@@ -312,13 +315,13 @@ class PrefixMap:
                     break
                 kept = alive & held
                 if kept != alive:
-                    _write(depth * per_block, alive ^ kept, found)
+                    _write(depth * weight, alive ^ kept, found)
                     if not kept:
                         return
                     alive = kept
                 before = held
             depth += 1
-        _write(depth * per_block, alive, found)
+        _write(depth * weight, alive, found)
 
     def _touch(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         known = held.known
@@ -392,9 +395,9 @@ class PrefixMap:
         return self._sets.setdefault(bits, bits)
 
 
-def _write(number: int, bits: int, found: NDArray[np.int64]) -> None:
+def _write(number: int, bits: int, found: Slots) -> None:
     """Write a number into the slots of these workers."""
-    if bits.bit_count() > _FEW_BITS:
+    if not isinstance(found, list) and bits.bit_count() > _FEW_BITS:
         octets = np.frombuffer(bits.to_bytes((len(found) + 7) // 8, "little"), dtype=np.uint8)
         found[np.unpackbits(octets, count=len(found), bitorder="little").view(np.bool_)] = number
         return

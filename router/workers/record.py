@@ -93,23 +93,25 @@ class WorkerRecord:
         self.backlog_since_load += tokens_to_compute
         self.num_assigned += 1
         self.num_since_load += 1
-        self._recount()
+        self._count_requests()
+        if tokens_to_compute:
+            self._count_tokens()
 
     def add_tokens(self, tokens: int) -> None:
         """Add tokens of an assigned request to the backlog."""
         self.own_backlog += tokens
         self.backlog_since_load += tokens
-        self._recount()
+        self._count_tokens()
 
     def computed(self, tokens: int) -> None:
         """Take assigned tokens off the backlog: they have been computed, or never will be."""
         self.own_backlog -= tokens
-        self._recount()
+        self._count_tokens()
 
     def released(self) -> None:
         """Record the end of an assigned request."""
         self.num_assigned -= 1
-        self._recount()
+        self._count_requests()
 
     def reported(self, load: WorkerLoad) -> None:
         """Apply the worker's load report."""
@@ -151,25 +153,34 @@ class WorkerRecord:
             columns.stale = True
 
     def _recount(self) -> None:
-        """Add up the load, a part of which has changed, and show it. `WorkerSnapshot` says what the sums count."""
+        """Add up the load, all of which may have changed, and show it."""
+        self._count_tokens()
+        self._count_requests()
+
+    def _count_tokens(self) -> None:
+        """Add up the backlog and show it. `WorkerSnapshot` says what the sums count."""
         load, peers = self.load, self.peers
         # Either count alone can be too low: the report is old, and includes requests that no router counts any more.
         self.backlog_tokens = max(
             self.own_backlog + peers.backlog_tokens,
             load.backlog_tokens + self.backlog_since_load + peers.backlog_since,
         )
+        self.backlog_now = self.own_backlog + max(self.backlog_beside, peers.backlog_tokens)
+        if (columns := self._columns) is not None:
+            columns.backlog[self._row] = self.backlog_tokens
+            columns.backlog_now[self._row] = self.backlog_now
+
+    def _count_requests(self) -> None:
+        """Add up the requests and show them, likewise."""
+        load, peers = self.load, self.peers
         self.num_active = max(
             self.num_assigned + peers.num_requests,
             load.num_running + load.num_waiting + self.num_since_load + peers.num_since,
         )
-        self.backlog_now = self.own_backlog + max(self.backlog_beside, peers.backlog_tokens)
         self.num_active_now = self.num_assigned + max(self.num_beside, peers.num_requests)
         if (columns := self._columns) is not None:
-            row = self._row
-            columns.backlog[row] = self.backlog_tokens
-            columns.active[row] = self.num_active
-            columns.backlog_now[row] = self.backlog_now
-            columns.active_now[row] = self.num_active_now
+            columns.active[self._row] = self.num_active
+            columns.active_now[self._row] = self.num_active_now
 
     def _show_load(self) -> None:
         if (columns := self._columns) is None:
