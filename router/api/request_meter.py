@@ -140,16 +140,6 @@ class RequestMeter:
         """Record that the text of the first tokens was handed to the server that writes it."""
         self._shown_s = self._clock()
 
-    def _instants(self, first_s: float) -> FirstTokens:
-        return FirstTokens(
-            arrived_s=self._start,
-            prepared_s=self._prepared_s,
-            first_s=first_s,
-            second_s=self._second_s,
-            shown_s=self._shown_s,
-            last_s=max([last for last in self._last if last is not None]),
-        )
-
     def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
         """Count an ended choice."""
         metrics = self._metrics
@@ -165,9 +155,19 @@ class RequestMeter:
 
     def _ended(self, code: Code | None) -> EndedRequest:
         """Return the request as a whole, however it ended."""
+        times = None
+        if self._first_s is not None:
+            times = FirstTokens(
+                arrived_s=self._start,
+                prepared_s=self._prepared_s,
+                first_s=self._first_s,
+                second_s=self._second_s,
+                shown_s=self._shown_s,
+                last_s=max([last for last in self._last if last is not None]),
+            )
         return EndedRequest(
             traits=self._traits,
-            times=None if self._first_s is None else self._instants(self._first_s),
+            times=times,
             finishes=self._finishes,
             sizes=self._sizes,
             num_tokens=max(self._counts),

@@ -288,12 +288,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Handle the end of an answer: its last byte has been passed to the transport."""
-        # Nearly always the only one.
-        left = []
-        for link in self._links:
-            if not link.answered():
-                left.append(link)
-        self._links = tuple(left)
+        links = self._links
+        if len(links) == 1 and links[0].answered():  # nearly always
+            self._links = ()
+        else:
+            self._links = tuple([link for link in links if not link.answered()])
         if self._most_behind is not None:
             # Requests after the last answer get none.
             self.pipeline.clear()

@@ -54,8 +54,9 @@ class RequestMiddleware:
         named, shown = REQUEST_ID.set(entry.own_id), X_REQUEST_ID.set(entry.request_id)
         try:
             try:
-                entry.request_id = _given_id(scope) or entry.request_id
-                X_REQUEST_ID.set(entry.request_id)
+                if (given := _given_id(scope)) is not None:
+                    entry.request_id = given
+                    X_REQUEST_ID.set(given)
             except InvalidRequest as error:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
