@@ -318,8 +318,11 @@ class Frontend:
         room = context - num_prompt_tokens
         if room < fields.least_tokens:
             raise self.prompts.too_long_error(num_prompt_tokens, param, fields.least_tokens)
-        for name, wanted in (("min_tokens", fields.sampling.min_tokens), (fields.max_tokens_param, fields.max_tokens)):
-            if wanted is not None and wanted > max(1, room):
+        least, most, largest = fields.sampling.min_tokens, fields.max_tokens, max(1, room)
+        if least <= largest and (most is None or most <= largest):
+            return room
+        for name, wanted in (("min_tokens", least), (fields.max_tokens_param, most)):
+            if wanted is not None and wanted > largest:
                 raise ContextLengthExceeded(
                     f"{name} must be at most {room}, got {wanted}: the prompt has {num_prompt_tokens} tokens, the "
                     f"model's context {context}",

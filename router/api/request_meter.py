@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from router.access.audit_log import current_entry
+from router.metrics.ended_requests import EndedRequest
 from router.metrics.latency_slices import FirstTokens, RequestTraits
 from router.metrics.router_metrics import RouterMetrics
 from router.tenants.prices import Spent
@@ -33,6 +34,8 @@ class RequestMeter:
         self._traits = traits or RequestTraits(prompt_tokens=prompt_tokens)
         self._span = span
         self._finishes: list[ChoiceFinish] = []
+        self._sizes: list[int] = []
+        """Tokens of each choice in `_finishes`."""
         self._clock = clock
         self._prompt_tokens = prompt_tokens
         self._prepared_s = clock()
@@ -84,7 +87,7 @@ class RequestMeter:
             self._metrics.failed(code)
         if self._first_s is not None or self._finishes:
             self._metrics.usage.add(self._traits.tenant, self._spent())
-        self._ended(code)
+        self._metrics.ended.add(self._ended(code))
         if self._span is not None:
             self._end_span(self._span, code)
 
@@ -137,47 +140,40 @@ class RequestMeter:
         """Record that the text of the first tokens was handed to the server that writes it."""
         self._shown_s = self._clock()
 
-    def _instants(self, first_s: float) -> FirstTokens:
-        return FirstTokens(
-            arrived_s=self._start,
-            prepared_s=self._prepared_s,
-            first_s=first_s,
-            second_s=self._second_s,
-            shown_s=self._shown_s,
-            last_s=max([last for last in self._last if last is not None]),
-        )
-
     def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
-        """Count an ended choice; its phase times are the workers' own."""
-        metrics, times = self._metrics, finish.times
+        """Count an ended choice."""
+        metrics = self._metrics
         self._finishes.append(finish)
+        self._sizes.append(self._counts[choice])
         metrics.succeeded(finish.reason.value)
-        metrics.answer_size.observe(self._counts[choice])
         metrics.prefix_queries.value += self._prompt_tokens
         metrics.prefix_hits.value += finish.cached_tokens
-        metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
-        metrics.prefill_time.observe(times.prefill_s)
-        metrics.transfer_time.observe(times.transfer_s)
-        decode_s = times.transfer_s + times.decode_queue_s + times.decode_s
-        metrics.decode_time.observe(decode_s)
-        metrics.inference_time.observe(times.prefill_s + decode_s)
 
     def succeeded(self) -> None:
         """Observe the duration of a request whose choices have all ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
 
-    def _ended(self, code: Code | None) -> None:
-        """Count the request as a whole, however it ended."""
-        metrics, ttft_s, per_token_s = self._metrics, None, None
+    def _ended(self, code: Code | None) -> EndedRequest:
+        """Return the request as a whole, however it ended."""
+        times = None
         if self._first_s is not None:
-            times, num_tokens = self._instants(self._first_s), max(self._counts)
-            ttft_s, per_token_s = self._first_s - self._start, times.per_token_s(num_tokens)
-            metrics.slices.ended(self._traits, times, self._finishes, num_tokens)
-            metrics.longest.observe(num_tokens)
-            if per_token_s is not None:
-                metrics.per_token.observe(per_token_s)
-        metrics.judge(code, ttft_s=ttft_s, per_token_s=per_token_s)
-        metrics.genai.ended(self._traits.operation, self.age_s, code, ttft_s=ttft_s, per_token_s=per_token_s)
+            times = FirstTokens(
+                arrived_s=self._start,
+                prepared_s=self._prepared_s,
+                first_s=self._first_s,
+                second_s=self._second_s,
+                shown_s=self._shown_s,
+                last_s=max([last for last in self._last if last is not None]),
+            )
+        return EndedRequest(
+            traits=self._traits,
+            times=times,
+            finishes=self._finishes,
+            sizes=self._sizes,
+            num_tokens=max(self._counts),
+            code=code,
+            seconds=self.age_s,
+        )
 
     def _spent(self) -> Spent:
         """Return the usage by ended choices; of the others only the tokens are known."""

@@ -44,7 +44,7 @@ class RequestText:
         self._request_id = request.request_id
         self._first_index = first_index
         self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
-        self._remainders = [ResumeFilter(has) for has in prepared.has]
+        self._remainders = [ResumeFilter(has) for has in prepared.has] if prepared.has else []
         self._meter = meter
         self._sink = sink
         self._tokenizer = tokenizer

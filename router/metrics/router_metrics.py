@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.dispatch.choices.retry import RetryReason
+from router.metrics.ended_requests import EndedRequest, EndedRequests
 from router.metrics.engine_work import WorkMetrics
 from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleValue
 from router.metrics.latency_slices import SliceMetrics
@@ -113,6 +114,7 @@ class RouterMetrics:
         self.usage = usage or TenantUsage()
         self._objectives = objectives or ObjectivesConfig()
         self.registry = CollectorRegistry()
+        self.ended = self._registered(EndedRequests(self._observe_ended))
         self._model = (model_name, _ENGINE)
         self._histograms: list[LocalHistogram] = []
         self._refresh: Callable[[], None] = _nothing
@@ -265,10 +267,30 @@ class RouterMetrics:
         """Count a request that ended with an error."""
         self._failures.inc(code.value)
 
-    def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
-        """Count a request by its verdict; see `router.metrics.request_outcomes.judge_request`."""
-        if (verdict := judge_request(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
+    def _observe_ended(self, request: EndedRequest) -> None:
+        """Add a request to the instruments, as a whole and by its choices, whose phase times are the workers' own."""
+        for finish, num_tokens in zip(request.finishes, request.sizes, strict=True):
+            spent = finish.times
+            self.answer_size.observe(num_tokens)
+            self.queue_time.observe(spent.prefill_queue_s + spent.decode_queue_s)
+            self.prefill_time.observe(spent.prefill_s)
+            self.transfer_time.observe(spent.transfer_s)
+            decode_s = spent.transfer_s + spent.decode_queue_s + spent.decode_s
+            self.decode_time.observe(decode_s)
+            self.inference_time.observe(spent.prefill_s + decode_s)
+        ttft_s = per_token_s = None
+        if (times := request.times) is not None:
+            ttft_s, per_token_s = times.first_s - times.arrived_s, times.per_token_s(request.num_tokens)
+            self.slices.ended(request.traits, times, request.finishes, request.num_tokens)
+            self.longest.observe(request.num_tokens)
+            if per_token_s is not None:
+                self.per_token.observe(per_token_s)
+        verdict = judge_request(self._objectives, request.code, ttft_s=ttft_s, per_token_s=per_token_s)
+        if verdict is not None:
             self._judged.values[(verdict.value,)] += 1.0
+        self.genai.ended(
+            request.traits.operation, request.seconds, request.code, ttft_s=ttft_s, per_token_s=per_token_s
+        )
 
     @property
     def num_succeeded(self) -> float:

@@ -31,7 +31,8 @@ class TenantUsage:
         """Add a request that has ended."""
         if tenant not in self._spent and len(self._spent) >= self._most:
             tenant = OTHERS
-        self._spent[tenant] = self._spent.get(tenant, Spent()).plus(spent)
+        before = self._spent.get(tenant)
+        self._spent[tenant] = spent if before is None else before.plus(spent)
 
     @property
     def spent(self) -> Mapping[str, Spent]:

@@ -190,7 +190,9 @@ class Tokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """Start a stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: special tokens not to be
         skipped."""
-        return self._pieces.detokenizer(self.special_ids - shown_ids if skip_special_tokens else frozenset())
+        if not skip_special_tokens:
+            return self._pieces.detokenizer(frozenset())
+        return self._pieces.detokenizer(self.special_ids - shown_ids if shown_ids else self.special_ids)
 
     @cached_property
     def json_texts(self) -> JsonTexts | None:

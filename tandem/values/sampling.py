@@ -6,7 +6,7 @@ The bounds stated here are the only ones: HTTP schemas, gRPC servicers and the e
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.errors import InvalidRequest
 
@@ -48,6 +48,7 @@ BOUNDS: Mapping[str, Bound] = {
     "seed": Bound(MIN_SEED, MAX_SEED),
 }
 """Bounds by field, stated only here."""
+_MAX_TOKENS, _SEED = BOUNDS["max_tokens"], BOUNDS["seed"]
 
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
@@ -92,15 +93,17 @@ class SamplingParams(NamedTuple):
 
     def validate(self, *, vocab_size: int, max_tokens: int | None = None, seed: int | None = None) -> None:
         """Raise InvalidRequest naming the field and its bound. `max_tokens`, `seed`: checked instead of the fields."""
-        stated = {"max_tokens": max_tokens, "seed": seed}
-        for name, bound in BOUNDS.items():
-            if (value := stated.get(name)) is None:
-                value = getattr(self, name)
-            # Nearly every value is plainly within its bound, which costs no call.
-            is_plain = type(value) is type(bound.low) and bound.low <= value <= bound.high
-            if not is_plain or (bound.open_low and value == bound.low):
-                bound.check(name, value)
         most = self.max_tokens if max_tokens is None else max_tokens
+        # Nearly every value is plainly within its bound, which costs no call.
+        if type(most) is not int or not _MAX_TOKENS.low <= most <= _MAX_TOKENS.high:
+            _MAX_TOKENS.check("max_tokens", most)
+        for place, name, kind, (low, high, open_low) in _BOUNDED:
+            value: Any = self[place]
+            if type(value) is not kind or not low <= value <= high or (open_low and value == low):
+                BOUNDS[name].check(name, value)
+        drawn = self.seed if seed is None else seed
+        if type(drawn) is not int or not _SEED.low <= drawn <= _SEED.high:
+            _SEED.check("seed", drawn)
         if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= most:
             _integer("min_tokens", self.min_tokens, 0, most)
         if self.num_logprobs is not None:
@@ -141,6 +144,14 @@ class SamplingParams(NamedTuple):
             raise InvalidRequest("ignore_eos cannot be used with structured output", param="ignore_eos")
         if self.min_tokens:
             raise InvalidRequest("min_tokens cannot be used with structured output", param="min_tokens")
+
+
+_BOUNDED = tuple(
+    (SamplingParams._fields.index(name), name, type(bound.low), bound)
+    for name, bound in BOUNDS.items()
+    if name not in ("max_tokens", "seed")
+)
+"""The other fields with a bound: place, name, type, bound. A loop over places takes half the time of one over names."""
 
 
 def _integer(name: str, value: float, low: int, high: int) -> None:

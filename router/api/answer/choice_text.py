@@ -71,8 +71,8 @@ class ChoiceText:
         self._includes_stop = prepared.include_stop
         skips, shown_ids = prepared.skip_special_tokens, prepared.shown_ids
         self._words = tokenizer.detokenizer(skip_special_tokens=skips, shown_ids=shown_ids)
-        self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop)
-        self.has_stops = bool(prepared.stops)
+        self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop) if prepared.stops else None
+        self.has_stops = self._matcher is not None
         self._stop_token_ids = prepared.stop_token_ids
         self._min_tokens = prepared.request.sampling.min_tokens
         self._stop_token: int | None = None
@@ -82,7 +82,7 @@ class ChoiceText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was seen; tokens that still arrive are not part of the answer."""
-        return self._matcher.match is not None
+        return self._matcher is not None and self._matcher.match is not None
 
     def push(self, token_id: int) -> str | None:
         """Return the text of a token that comes with nothing else; None where it could be an end: then `feed` it."""
@@ -102,7 +102,7 @@ class ChoiceText:
 
     def feed(self, delta: ChoiceDelta) -> TextDelta | None:
         """Turn dispatch's delta into the client's; None when there is nothing to send."""
-        tokens, finish = delta.tokens, delta.finish
+        tokens, finish, matcher = delta.tokens, delta.finish, self._matcher
         text: list[str] = []
         if self.has_stops or self.finished:
             tokens = self._until_stop(tokens, text)
@@ -120,19 +120,22 @@ class ChoiceText:
             self.finished = True
             if finish.reason is FinishReason.ERROR:
                 raise InternalError("generation failed")
-            if not self.stopped:
-                text += [self._matcher.feed(self._words.flush()), self._matcher.flush()]
-            if self.stopped:
+            if matcher is None:
+                text.append(self._words.flush())
+            elif matcher.match is None:
+                text += [matcher.feed(self._words.flush()), matcher.flush()]
+            if matcher is not None and matcher.match is not None:
                 # The worker may have reached another end between the match and our request to stop.
                 finish = replace(finish, reason=FinishReason.STOP)
         if not tokens and finish is None:
             return None
+        match = None if matcher is None else matcher.match
         return TextDelta(
             choice_index=self._index,
             text="".join(text),
             tokens=tokens,
             finish=finish,
-            stopped_by=(self._matcher.match or self._stop_token) if finish else None,
+            stopped_by=(match or self._stop_token) if finish else None,
             worker=delta.worker,
             cached_tokens=delta.cached_tokens,
         )
@@ -156,7 +159,7 @@ class ChoiceText:
                 return ""
         text = self._words.push(token_id)
         # Text of the first `min_tokens` tokens neither stops the choice nor begins a stop string.
-        return text if early or not self.has_stops else self._matcher.feed(text)
+        return text if early or self._matcher is None else self._matcher.feed(text)
 
 
 class ResumeFilter:

@@ -84,7 +84,8 @@ class CallUsage:
         """What became of the request's prediction, in the choices that have ended."""
         found = NO_PREDICTION_USE
         for finish in self._finishes.values():
-            found = found.plus(finish.prediction)
+            if finish.prediction != NO_PREDICTION_USE:
+                found = found.plus(finish.prediction)
         return found
 
     @property
@@ -104,6 +105,8 @@ class CallUsage:
 
     def _least_cached(self) -> Collection[ChoiceFinish]:
         """The choice of each prompt that found least in the cache."""
+        if len(self._finishes) == 1:
+            return self._finishes.values()
         least: dict[int, ChoiceFinish] = {}
         for index, finish in self._finishes.items():
             other = least.setdefault(index // self._choices, finish)

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from tandem.errors import Cancelled
 
 EXTENSION = "tandem.link"
+WHOLE_ANSWER = "tandem.http.response.whole"
+"""Type of an ASGI message that is an answer as a whole: `status`, `headers` and `body`. Only a server that offers a
+link takes it. Of the headers, which nothing checks, `content-length` is one and `connection` is none."""
 
 
 class ClientLeft(Cancelled):
@@ -29,6 +32,10 @@ class Link(Protocol):
 
     async def drain(self) -> None:
         """Return when it is not paused, or the client has disconnected."""
+        ...
+
+    async def answer(self, whole: Message, send: Send) -> None:
+        """Write a WHOLE_ANSWER at once; `send`, the server's own, is used where there is more to do."""
         ...
 
     def write(self, body: bytes) -> bool:

@@ -73,14 +73,20 @@ class JsonBody(Generic[_B]):
 def validate(body: type[_B], data: dict[str, Any]) -> _B:
     """Return the typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
     try:
-        return body.model_validate(data)
+        valid: _B = body.__pydantic_validator__.validate_python(data)
     except ValidationError as error:
         raise refusal_of(error.errors(include_url=False, include_context=False, include_input=False)) from None
+    return valid
 
 
 async def read_object(request: Request, bounds: BodyBounds) -> dict[str, Any]:
     """Read the body as one JSON object. Raises RequestTooLarge, BodyTimeout, InvalidRequest or Cancelled."""
-    body = await _read(request, bounds.max_bytes)
+    link = link_of(request.scope)
+    body = None if link is None else link.whole_body()
+    if body is None:
+        body = await _read(request, bounds.max_bytes)
+    elif len(body) > bounds.max_bytes:
+        raise _too_large(bounds.max_bytes)
     if len(body) <= INLINE_BYTES:
         data = parse(body)
     else:
@@ -91,10 +97,6 @@ async def read_object(request: Request, bounds: BodyBounds) -> dict[str, Any]:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    if (link := link_of(request.scope)) is not None and (whole := link.whole_body()) is not None:
-        if len(whole) > max_bytes:
-            raise _too_large(max_bytes)
-        return whole
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated[:20]) > max_bytes:
         raise _too_large(max_bytes)

@@ -16,6 +16,11 @@ from router.http.body.errors import error_object
 from tandem.errors import InternalError, ServingError
 
 DONE = b"data: [DONE]\n\n"
+_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +82,11 @@ class EventStream:
             self.started = True
             await self._send(self._start)
         sending = self._send({"type": "http.response.body", "body": body, "more_body": more})
-        await within_write_timeout(sending, self._timeout_s)
+        if self._link is None or self._link.is_paused:
+            await within_write_timeout(sending, self._timeout_s)
+        else:
+            # There is room, so it waits for nothing.
+            await sending
 
 
 def _hold(held: list[bytes], events: bytes) -> bool:
@@ -106,9 +115,9 @@ class SseResponse(Response):
         """`run` receives the result of `into` for the stream. `format_error`: formats error events if not OpenAI's;
         `closing`: the end mark.
         """
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length of a stream is unknown.
-        del self.headers["content-length"]
+        # Not starlette's own, which states a length, and takes several calls to find out what is known here.
+        self.status_code, self.background, self.body = 200, None, b""
+        self.raw_headers = list(_HEADERS)
         self._run = run
         self._into = into
         self._format_error = format_error or _error_event

@@ -4,7 +4,6 @@ Most events differ from the previous one only in their text: `_TextEvent` keeps 
 that the answer itself made. Events with anything else are built as a whole.
 """
 
-import secrets
 from typing import Any
 
 import orjson
@@ -18,6 +17,7 @@ from router.http.body.sse import EventStream, event
 from router.http.openai.answers import AnswerFormat
 from router.http.openai.usage import usage_object
 from router.types.requests import PlainEvents
+from tandem.values.random_pool import RANDOM
 
 
 class StreamExtras(Struct, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class _TextEvent(Struct, frozen=True, kw_only=True):
     @classmethod
     def cut(cls, answer: AnswerFormat, index: int, fields: dict[str, Any]) -> "_TextEvent":
         # Nothing that a client chose, such as the answer's id, can contain it.
-        mark = secrets.token_hex(16)
+        mark = RANDOM.token_hex(16)
         (chunk,) = answer.chunks(TextDelta(choice_index=index, text=mark))
         before, after = event(chunk | fields).split(orjson.dumps(mark))
         return cls(before=before, after=after)

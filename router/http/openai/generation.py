@@ -1,7 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: one client call from body to last byte."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -57,6 +57,7 @@ TIMEOUT_HEADER = "X-Tandem-Timeout"
 """Seconds that the client allows for the whole answer; if its first token cannot come by then, it is refused at
 once."""
 _TIMING, _TIMEOUT, _TRACE = TIMING_HEADER.lower().encode(), TIMEOUT_HEADER.lower().encode(), b"traceparent"
+_IDS, _LAST_EVENT = IDS_HEADER.lower().encode(), LAST_EVENT_ID.lower().encode()
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT_BODY, COMPLETION_BODY = JsonBody(ChatBody), JsonBody(CompletionBody)
@@ -96,8 +97,11 @@ class GenerationRoutes:
 
     async def chat(self, request: Request, body: Annotated[ChatBody, Depends(CHAT_BODY)]) -> Response:
         """Answer a conversation, whole or as a stream of events."""
-        seen = self._seen(request, body)
-        fields = trace_and_time(body.chat_fields(request.scope["state"]["tenant"]), request)
+        sent = _first_headers(request)
+        seen = self._seen(sent, body)
+        fields = body.chat_fields(request.scope["state"]["tenant"])
+        if _TIMEOUT in sent or _TRACE in sent:
+            fields = trace_and_time(fields, request)
         if seen is not None:
             fields = replace(fields, last_seen=seen)
         messages = conversation(body.messages)
@@ -114,13 +118,14 @@ class GenerationRoutes:
                 return ChatAnswer(head, prepared, tokenizer)
             return CallingChatAnswer(head, prepared, tokenizer, is_older_form=bool(body.functions))
 
-        return await self._respond(request, body, prepare, make_answer, seen)
+        return await self._respond(request, sent, body, prepare, make_answer, seen)
 
     async def completions(
         self, request: Request, body: Annotated[CompletionBody, Depends(COMPLETION_BODY)]
     ) -> Response:
         """Continue one prompt or several, whole or as a stream of events."""
-        seen = self._seen(request, body)
+        sent = _first_headers(request)
+        seen = self._seen(sent, body)
         fields = trace_and_time(body.completion_fields(request.scope["state"]["tenant"]), request)
         if seen is not None:
             fields = replace(fields, last_seen=seen)
@@ -133,25 +138,24 @@ class GenerationRoutes:
             head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
-        return await self._respond(request, body, prepare, make_answer, seen)
+        return await self._respond(request, sent, body, prepare, make_answer, seen)
 
-    def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
+    def _seen(self, sent: Mapping[bytes, bytes], body: GenerationBody) -> StreamPosition | None:
         if body.request_id is not None:
             check_request_id(body.request_id, "request_id")
-        text = request.headers.get(LAST_EVENT_ID, "") if body.stream else ""
-        return self._frontend.stream_ids.read(text) if text else None
+        text = sent.get(_LAST_EVENT) if body.stream else None
+        return self._frontend.stream_ids.read(text.decode("latin-1")) if text else None
 
     async def _respond(
         self,
         request: Request,
+        sent: Mapping[bytes, bytes],
         body: GenerationBody,
         prepare: Callable[[], Awaitable[list[PreparedRequest]]],
         make_answer: Callable[[list[PreparedRequest]], AnswerFormat],
         seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
-        # The first of each name, as in `request.headers`, which searches its list for each header.
-        sent = dict(reversed(request.scope["headers"]))
         extras = StreamExtras(
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
@@ -161,7 +165,7 @@ class GenerationRoutes:
             prepared = await prepare()
             if not body.stream:
                 return await self._whole(body, prepared, make_answer, extras)
-        cursor = StreamCursor(prepared, self._frontend.stream_ids if _wants_ids(request) else None, seen)
+        cursor = StreamCursor(prepared, self._frontend.stream_ids if _wants_ids(sent) else None, seen)
         if cursor.has_all:
             return SseResponse(_write_nothing)
         # Nothing is written before the first token, so that earlier errors keep their HTTP status.
@@ -218,9 +222,14 @@ def _add_votes(content: dict[str, Any], selected: SelectedChoices, candidates: i
         choice["vote"] = {"answer": vote.answer, "votes": vote.num_votes, "of": candidates}
 
 
-def _wants_ids(request: Request) -> bool:
+def _first_headers(request: Request) -> Mapping[bytes, bytes]:
+    """Return the first header of each name, as `request.headers` does, which searches its list for each."""
+    return dict(reversed(request.scope["headers"]))
+
+
+def _wants_ids(sent: Mapping[bytes, bytes]) -> bool:
     """Whether the client can continue from an id, or already does."""
-    return request.headers.get(IDS_HEADER) == "1" or LAST_EVENT_ID in request.headers
+    return sent.get(_IDS) == b"1" or _LAST_EVENT in sent
 
 
 def _head(

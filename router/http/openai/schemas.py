@@ -34,16 +34,18 @@ from tandem.values.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN
 
 _MAX_NOTES = 16  # OpenAI's bound of `metadata`
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling of each, so that no id comes twice
-_SAMPLING = (
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
+_SAMPLING = frozenset(
+    {
+        "min_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+    }
 )
 # Groups of fields that few requests state: without any of them, there is nothing to convert or check.
 _STRUCTURE = frozenset(
@@ -149,7 +151,7 @@ class GenerationBody(StrictBody):
                 echo=echo,
             )
         given: dict[str, Any] = {}
-        for name in _SAMPLING:
+        for name in _SAMPLING & stated:
             if (value := getattr(self, name)) is not None:
                 given[name] = value
         sampling = SamplingParams(

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.answer.choice_text import TextDelta
+from router.http.body.client_link import WHOLE_ANSWER, link_of
 from router.http.openai.answers import AnswerFormat
 from router.http.openai.prompt_logprobs import SLICE_VALUES, PromptLogprobs
 
@@ -80,7 +81,11 @@ class WholeResponse(Response):
         self.raw_headers += [(b"content-length", b"%d" % len(body)), (b"content-type", self.media_type.encode())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the headers, then the body piece by piece."""
+        """Send the answer at once if it is small, else the headers, then the body piece by piece."""
+        if len(self.body) <= _PIECE_BYTES and link_of(scope) is not None:
+            whole = {"type": WHOLE_ANSWER, "status": self.status_code, "headers": self.raw_headers, "body": self.body}
+            await send(whole)
+            return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if len(self.body) <= _PIECE_BYTES:
             await send({"type": "http.response.body", "body": self.body, "more_body": False})

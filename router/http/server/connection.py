@@ -8,15 +8,17 @@ time.
 import asyncio
 import logging
 import select
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from router.http.body.client_link import EXTENSION
+from router.http.body.client_link import EXTENSION, WHOLE_ANSWER
 from router.http.body.errors import error_object
 from router.http.server.connection_limits import ConnectionTable
 from router.http.server.request_head import MAX_HEADER_BYTES, HeadTooLarge, TargetTooLong, check_framing
@@ -130,6 +132,7 @@ class Connection(HttpToolsProtocol):
         """`others`: arguments from uvicorn."""
         super().__init__(**others)
         self.logger = _protocol_log
+        self.app = partial(_serve, self.app)
         self._watch = watch
         self._table = watch.table
 
@@ -285,12 +288,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Handle the end of an answer: its last byte has been passed to the transport."""
-        # Nearly always the only one.
-        left = []
-        for link in self._links:
-            if not link.answered():
-                left.append(link)
-        self._links = tuple(left)
+        links = self._links
+        if len(links) == 1 and links[0].answered():  # nearly always
+            self._links = ()
+        else:
+            self._links = tuple([link for link in links if not link.answered()])
         if self._most_behind is not None:
             # Requests after the last answer get none.
             self.pipeline.clear()
@@ -342,6 +344,16 @@ def _has_come(transport: asyncio.Transport) -> bool:
     return bool(poll.poll(0))
 
 
+def _serve(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    """Call the application, which may send its whole answer in one message."""
+    link: _DirectLink = scope["extensions"][EXTENSION]
+
+    def either(message: Message) -> Awaitable[None]:
+        return link.answer(message, send) if message["type"] == WHOLE_ANSWER else send(message)
+
+    return app(scope, receive, either)
+
+
 class _AnswerTransport:
     """The transport that uvicorn's exchanges see: only the connection decides when to close it."""
 
@@ -372,6 +384,8 @@ class _DirectLink:
         self._flow = protocol.flow
         self._cycle: RequestResponseCycle | None = protocol.cycle
         """None once nothing more can be sent: its scope holds this link, and only a collection would free the two."""
+        self._awaits_continue = protocol.expect_100_continue
+        """Whether the client may be waiting with its body."""
         self._on_leave: Callable[[], None] | None = None
 
     @property
@@ -380,6 +394,23 @@ class _DirectLink:
 
     async def drain(self) -> None:
         await self._flow.drain()
+
+    async def answer(self, whole: Message, send: Send) -> None:
+        cycle, flow = self._cycle, self._flow
+        is_plain = cycle is not None and cycle.keep_alive and not cycle.response_started and not cycle.disconnected
+        if cycle is None or not is_plain or self._awaits_continue or flow.write_paused:
+            await send({"type": "http.response.start", "status": whole["status"], "headers": whole["headers"]})
+            await send({"type": "http.response.body", "body": whole["body"], "more_body": False})
+            return
+        # What uvicorn does for the two messages.
+        parts = [STATUS_LINE[whole["status"]]]
+        for name, value in (*cycle.default_headers, *whole["headers"]):
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"\r\n", whole["body"])
+        self._write(b"".join(parts))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.on_response()
 
     def write(self, body: bytes) -> bool:
         if self._cycle is None or self._cycle.disconnected:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.access.audit_log import AuditEntry, AuditLog, enter, leave
 from router.api.request.request_ids import check_request_id
+from router.http.body.client_link import WHOLE_ANSWER
 from router.http.body.errors import error_response
 from router.http.server.request_head import check_size
 from router.metrics.router_metrics import RouterMetrics
@@ -22,6 +23,7 @@ _CLIENT_LEFT = 499
 _AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 _PARAMETER = re.compile(r"\{[^}]*\}")
+_STARTS = frozenset({"http.response.start", WHOLE_ANSWER})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -43,7 +45,7 @@ class RequestMiddleware:
 
         def enveloped(message: Message) -> Awaitable[None]:
             nonlocal status
-            if message["type"] == "http.response.start":
+            if message["type"] in _STARTS:
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.request_id.encode())]
             return send(message)
@@ -52,8 +54,9 @@ class RequestMiddleware:
         named, shown = REQUEST_ID.set(entry.own_id), X_REQUEST_ID.set(entry.request_id)
         try:
             try:
-                entry.request_id = _given_id(scope) or entry.request_id
-                X_REQUEST_ID.set(entry.request_id)
+                if (given := _given_id(scope)) is not None:
+                    entry.request_id = given
+                    X_REQUEST_ID.set(given)
             except InvalidRequest as error:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)

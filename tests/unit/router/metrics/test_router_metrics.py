@@ -151,6 +151,20 @@ def test_oldest_request_gauge_follows_unfinished_requests() -> None:
     assert metrics.registry.get_sample_value("tandem_oldest_request_seconds") == 0.0
 
 
+def test_ended_requests_are_counted_together_or_at_a_scrape() -> None:
+    metrics, seen = RouterMetrics("m"), list[int]()
+    observe = metrics.longest.observe
+    metrics.longest.observe = lambda num_tokens: (seen.append(int(num_tokens)), observe(num_tokens))[1]
+    for num_tokens in range(1, 101):
+        with RequestMeter(metrics, Clock(), prompt_tokens=1, choices=1) as meter:
+            meter.tokens(0, num_tokens)
+    assert len(seen) == 96
+    assert value(metrics, "vllm:request_max_num_generation_tokens_count") == 100
+    assert genai(metrics, "request_duration_seconds_count", error_type="") == 100
+    assert value(metrics, "tandem_tenant_ttft_seconds_count", tenant="default") == 100
+    assert seen == list(range(1, 101))
+
+
 def test_failed_requests_reset_gauges_and_count_failures() -> None:
     metrics = RouterMetrics("m")
     for error in (Unavailable("x"), GeneratorExit(), ZeroDivisionError()):
