@@ -42,13 +42,21 @@ class Arithmetic(Enum):
     BF16 = "bf16"  # on AMX tiles
     BF16_DOT = "bf16_dot"  # by AVX-512's dot product of pairs, which takes what is below 2^-126 for zero
     BF16_VECTORS = "bf16_vectors"  # multiplied as floats, which is exact
-    INT8 = "int8"  # on AMX tiles; bf16 in and out; weights per output column, inputs per row, both symmetric
+    # Weights per output column, inputs per row, both symmetric; bf16 in and out.
+    INT8 = "int8"  # on AMX tiles
+    INT8_DOT = "int8_dot"  # by AVX-512's dot product of four: the same bits as on AMX
+    INT8_VECTORS = "int8_vectors"  # as short integers; the same bits where there is AVX-512, but for infinite inputs
     FLOAT32 = "f32"
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights that are packed, and of the rows that are multiplied."""
         return torch.float32 if self is Arithmetic.FLOAT32 else torch.bfloat16
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are stored in eight bits."""
+        return self in (Arithmetic.INT8, Arithmetic.INT8_DOT, Arithmetic.INT8_VECTORS)
 
 
 class Tiles(Flag):
@@ -115,7 +123,7 @@ class PackedLinear:
         self.num_threads = num_threads
         panels = -(-self.columns // (PANEL // 2 if gated else PANEL))
         self._bias = None if bias is None else _packed_bias(bias, panels, gated=gated)
-        self._scales = torch.zeros(panels * PANEL) if self.arithmetic is Arithmetic.INT8 else None
+        self._scales = torch.zeros(panels * PANEL) if arithmetic.is_quantized else None
         self._packed = self._pack(library, weight, panels, gated=gated)
         self._record = _Linear(
             weights=self._packed.data_ptr(),
@@ -130,7 +138,7 @@ class PackedLinear:
         self._reference = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
-        embeds = self.arithmetic is not Arithmetic.INT8 and not gated
+        embeds = not arithmetic.is_quantized and not gated
         self._embed = library.function(f"tandem_{name}_embed", "piipipii", "i") if embeds else None
 
     @property
@@ -203,7 +211,7 @@ class PackedLinear:
 def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantize: bool = False) -> Arithmetic:
     """The fastest arithmetic here for weights of `dtype`, or for their quantization to int8.
 
-    Raises KernelsUnavailable when the processor has none, ValueError for a dtype that has none anywhere.
+    Raises ValueError for a dtype that has none.
     """
     if dtype is torch.float32 and not quantize:
         return Arithmetic.FLOAT32
@@ -213,9 +221,9 @@ def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantize: bool
         if supports(features, Arithmetic.BF16):
             return Arithmetic.BF16
         return Arithmetic.BF16_DOT if features.fast_bf16_dot else Arithmetic.BF16_VECTORS
-    if not supports(features, Arithmetic.INT8):
-        raise KernelsUnavailable("the processor has no AMX for int8 projections")
-    return Arithmetic.INT8
+    if supports(features, Arithmetic.INT8):
+        return Arithmetic.INT8
+    return Arithmetic.INT8_DOT if supports(features, Arithmetic.INT8_DOT) else Arithmetic.INT8_VECTORS
 
 
 def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
@@ -227,6 +235,8 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
             return features.avx512_bf16
         case Arithmetic.INT8:
             return features.amx_int8
+        case Arithmetic.INT8_DOT:
+            return features.avx512_vnni
         case _:
             return features.avx2
 

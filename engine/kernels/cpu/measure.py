@@ -167,6 +167,8 @@ def _contenders(
         "dot bf16": (1.0, Arithmetic.BF16_DOT),
         "vectors bf16": (1.0, Arithmetic.BF16_VECTORS),
         "amx int8": (0.5, Arithmetic.INT8),
+        "dot int8": (0.5, Arithmetic.INT8_DOT),
+        "vectors int8": (0.5, Arithmetic.INT8_VECTORS),
     }
     for name, (factor, arithmetic) in ours.items():
         if supports(library.features, arithmetic):
@@ -174,7 +176,8 @@ def _contenders(
             found.append((name, factor, partial(make, num_threads=num_threads)))
     if _onednn_bf16():
         found.append(("oneDNN bf16", 1.0, lambda: _onednn(weight, epilogue)))
-        found.append(("oneDNN int8", 0.5, lambda: _onednn_int8(weight, epilogue)))
+        signed = library.features.amx_int8
+        found.append(("oneDNN int8", 0.5, lambda: _onednn_int8(weight, epilogue, signed=signed)))
     found.append(("F.linear", 1.0, lambda: _torch_linear(weight.clone(), epilogue)))
     return found
 
@@ -196,17 +199,21 @@ def _onednn(weight: Tensor, epilogue: Epilogue) -> Projection:
     return lambda x, out: _finish(multiply(x, reordered, None, "none", [], ""), epilogue, out)
 
 
-def _onednn_int8(weight: Tensor, epilogue: Epilogue) -> Projection:
-    """torch's W8A8 with one constant scale for the input, quantized by the cheapest means: a generous comparison."""
+def _onednn_int8(weight: Tensor, epilogue: Epilogue, *, signed: bool) -> Projection:
+    """torch's W8A8 with one constant scale for the input, quantized by the cheapest means: a generous comparison.
+
+    Without AMX it multiplies signed inputs by plain loops, a thousand times slower than unsigned ones.
+    """
     scales = weight.float().abs().amax(dim=1) / 127
     units = (weight.float() / scales[:, None]).round().to(torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(units, None)
     zeros = torch.zeros(len(scales), dtype=torch.int32)
+    dtype, zero_point = (torch.int8, 0) if signed else (torch.uint8, 128)
 
     def project(x: Tensor, out: Tensor) -> None:
-        units = (x * 32).to(torch.int8)
+        units = (x * 32 + zero_point).to(dtype)
         product = torch.ops.onednn.qlinear_pointwise(
-            units, 1 / 32, 0, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+            units, 1 / 32, zero_point, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
         )
         _finish(product, epilogue, out)
 

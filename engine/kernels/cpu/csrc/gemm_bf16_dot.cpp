@@ -21,12 +21,7 @@ TANDEM_EXPORT int64_t tandem_bf16_dot_embed(const uint16_t* packed, int64_t colu
 
 TANDEM_EXPORT void tandem_bf16_dot_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t rows,
                                           void* out, int64_t out_stride, int64_t threads) {
-  const Call call{x, x_stride, rows, out, out_stride};
-  if (linear->epilogue == kStoreF32) {
-    multiply_rows<Bfloat16Pairs, Bfloat16, float>(*linear, call, threads);
-  } else {
-    multiply_rows<Bfloat16Pairs, Bfloat16, Bfloat16>(*linear, call, threads);
-  }
+  multiply_bfloat16<Bfloat16Pairs>(*linear, {x, x_stride, rows, out, out_stride}, threads);
 }
 
 #endif

@@ -21,10 +21,5 @@ TANDEM_EXPORT int64_t tandem_bf16_vectors_embed(const uint16_t* packed, int64_t 
 
 TANDEM_EXPORT void tandem_bf16_vectors_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t rows,
                                               void* out, int64_t out_stride, int64_t threads) {
-  const Call call{x, x_stride, rows, out, out_stride};
-  if (linear->epilogue == kStoreF32) {
-    multiply_rows<Bfloat16Lines, Bfloat16, float>(*linear, call, threads);
-  } else {
-    multiply_rows<Bfloat16Lines, Bfloat16, Bfloat16>(*linear, call, threads);
-  }
+  multiply_bfloat16<Bfloat16Lines>(*linear, {x, x_stride, rows, out, out_stride}, threads);
 }

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "simd.h"
 #include "tile_rows.h"
+#include "vectors.h"
 
 namespace tandem {
 
@@ -62,21 +64,24 @@ inline bool all_below(const int64_t* ids, int64_t count, int64_t bound) {
   return std::all_of(ids, ids + count, [bound](int64_t id) { return id >= 0 && id < bound; });
 }
 
-#ifdef TANDEM_AVX512
-
-// Sums of a bf16 product are floats already.
+// What the product of a row and sixteen columns is, of which `sums` are the sums; `bias` is added.
 struct FloatSums {
-  static __m512 value(const Linear&, float, const char* sums, int64_t) { return _mm512_load_ps(sums); }
-};
-
-// Sums of an int8 product are integers in units of the row's scale times the column's.
-struct IntSums {
-  static __m512 value(const Linear& linear, float row_scale, const char* sums, int64_t column) {
-    const __m512 units = _mm512_cvtepi32_ps(_mm512_load_si512(sums));
-    const __m512 column_scale = _mm512_loadu_ps(linear.scales + column);
-    return _mm512_mul_ps(_mm512_mul_ps(units, _mm512_set1_ps(row_scale)), column_scale);
+  TANDEM_INLINE Floats value(const Linear&, float, const char* sums, int64_t, Floats bias) {
+    return load(reinterpret_cast<const float*>(sums)) + bias;
   }
 };
+
+// Sums of an int8 product are integers in units of the row's scale times the column's. Spelt out so that every kind of
+// processor rounds alike.
+struct IntSums {
+  TANDEM_INLINE Floats value(const Linear& linear, float row_scale, const char* sums, int64_t column, Floats bias) {
+    Ints units;
+    std::memcpy(&units, sums, sizeof units);
+    return fused(__builtin_convertvector(units, Floats) * row_scale, load(linear.scales + column), bias);
+  }
+};
+
+#ifdef TANDEM_AVX512
 
 // Gated, as TileRows; not an epilogue of its own for callers.
 constexpr int64_t kGatedTiles = -1;
@@ -125,7 +130,7 @@ class Writer {
   __m512 value(int64_t half) const {
     const char* sums = block_ + next_ * kPanel * 4 + half * 64;
     const float scale = row_scales_ ? row_scales_[row_ + next_] : 0.0f;
-    return _mm512_add_ps(Sums::value(linear_, scale, sums, column_ + half * 16), bias_[half]);
+    return (__m512)Sums::value(linear_, scale, sums, column_ + half * 16, (Floats)bias_[half]);
   }
 
   void write_row() {

@@ -1,11 +1,12 @@
 // Matrix products on vector registers whose results do not depend on the batch: every output element is one chain of
-// fused multiply-adds, or of dot products of two elements, over the depth, in order, whatever the number of rows and
+// fused multiply-adds, or of dot products of a few elements, over the depth, in order, whatever the number of rows and
 // threads.
 //
-// Weights are packed as [panel of 32 columns][line], a line being one or two elements of the depth for each column. A
-// block of rows times one panel lives in registers. How the weights reach it depends on the number of rows:
-// - those of one block: the panel is read as it is stored, once, from memory, and several panels are computed at once
-//   where the latency of the chains would be the bottleneck;
+// Weights are packed as [panel of 32 columns][line], a line (lines.h) being one or a few elements of the depth for each
+// column. A block of rows times one panel lives in registers. How the weights reach it depends on the number of rows:
+// - those of one block: the panel is read as it is stored, once, from memory. One panel at a time, since memory answers
+//   faster to one stream than to several, but for one row on narrow registers, where the latency of the chains would be
+//   the bottleneck;
 // - some: a segment of the depth at a time, which stays in L1 for all blocks while the next one comes from memory;
 // - many, where reading no longer matters: the whole panel in the form that is multiplied, which stays in L2, so that
 //   weights of fewer bits are converted once.
@@ -14,10 +15,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "linear.h"
+#include "converted_rows.h"
+#include "lines.h"
 #include "parallel.h"
 #include "scratch.h"
-#include "vectors.h"
 
 namespace tandem {
 
@@ -27,98 +28,12 @@ constexpr int kBlockRows = 12;
 #else
 constexpr int kBlockRows = 3;
 #endif
-constexpr int kLineRegisters = kPanel / kRegisterLanes;
 
 constexpr int64_t kLinesAhead = 48;         // prefetch distance
 constexpr int64_t kThreadWork = 64 * 1024;  // multiply-adds below which a second thread costs more than it saves
 constexpr int64_t kChunkRows = 256;         // rows that are converted, and whose sums are kept, at a time
 constexpr int64_t kSomeRows = 32;
 constexpr int64_t kSegmentBytes = 16 * 1024;
-constexpr int64_t kMostSums = 12 * kPanel;  // of a block
-
-// Two neighbours of a row.
-struct Pair {
-  Bfloat16 low, high;
-};
-
-// How a line is stored, what it is multiplied by, and its columns in registers.
-struct FloatLines {
-  using Stored = float;
-  using Expanded = FloatLines;  // for many rows
-  using Element = float;        // of a row, that a line is multiplied by
-  static constexpr int64_t kDepth = 1;
-  static constexpr int64_t kBytes = kPanel * 4;
-
-  // The columns of register `i`.
-  TANDEM_INLINE Register columns(const char* line, int i) {
-    return load_register(reinterpret_cast<const float*>(line) + i * kRegisterLanes);
-  }
-
-  TANDEM_INLINE Register splat(const float* x) { return splat_register(*x); }
-
-  TANDEM_INLINE Register multiply_add(Register x, Register weights, Register sum) {
-    return fused_register(x, weights, sum);
-  }
-
-  // Position of a column within its line.
-  static int64_t position(int64_t column) { return column; }
-};
-
-// Columns c and c + 16 share a word: one instruction makes either of them a float.
-struct Bfloat16Lines : FloatLines {
-  using Stored = uint16_t;
-  static constexpr int64_t kBytes = kPanel * 2;
-
-  TANDEM_INLINE Register columns(const char* line, int i) {
-    constexpr int kHalf = kLineRegisters / 2;
-    RegisterBits words;
-    std::memcpy(&words, line + i % kHalf * static_cast<int64_t>(sizeof words), sizeof words);
-    return (Register)(i < kHalf ? words << 16 : words & 0xffff0000u);
-  }
-
-  static int64_t position(int64_t column) { return column % 16 * 2 + column / 16; }
-};
-
-#ifdef __AVX512BF16__
-// Two elements of each column share a word, and one instruction adds both products. It takes what is below 2^-126 for
-// zero.
-struct Bfloat16Pairs {
-  using Stored = uint16_t;
-  using Expanded = Bfloat16Pairs;
-  using Element = Pair;
-  static constexpr int64_t kDepth = 2;
-  static constexpr int64_t kBytes = kPanel * 4;
-
-  TANDEM_INLINE Register columns(const char* line, int i) {
-    Register words;
-    std::memcpy(&words, line + i * static_cast<int64_t>(sizeof words), sizeof words);
-    return words;
-  }
-
-  TANDEM_INLINE Register splat(const Pair* x) {
-    float word;
-    std::memcpy(&word, x, sizeof word);
-    return (Register)_mm512_broadcastss_ps(_mm_load_ss(&word));
-  }
-
-  TANDEM_INLINE Register multiply_add(Register x, Register weights, Register sum) {
-    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
-  }
-
-  static int64_t position(int64_t column) { return column * 2; }
-};
-#endif
-
-template <class Lines>
-int64_t lines_of(int64_t depth) {
-  return ceil_div(depth, Lines::kDepth);
-}
-
-// Where element `k` of a column is stored, in elements from the beginning of its panel.
-template <class Lines>
-int64_t offset_of(int64_t k, int64_t column) {
-  return k / Lines::kDepth * (kPanel * Lines::kDepth) + Lines::position(column) + k % Lines::kDepth;
-}
 
 // Rows times panels, added to `sums`, [rows][panels * kPanel].
 template <class Element>
@@ -131,17 +46,38 @@ struct Block {
   const char* next;  // lines that are asked for meanwhile
 };
 
+// Adds the products of a line, of which the first sums of a row are those from `first` on. All of it is unrolled, and of
+// the line and the elements of the rows the fewer are kept in registers meanwhile: there is none to spare.
+template <class Lines, int Rows, int Sums>
+TANDEM_INLINE void multiply_line(const char* line, const typename Lines::Element* x, int64_t stride,
+                                 typename Lines::Sum (&sums)[Rows][Sums], int first) {
+  constexpr bool kKeepsRows = Rows < kLineRegisters;
+  constexpr int kKept = kKeepsRows ? Rows : kLineRegisters, kOthers = kKeepsRows ? kLineRegisters : Rows;
+  Register kept[kKept];
+#pragma GCC unroll 12
+  for (int i = 0; i < kKept; ++i) kept[i] = kKeepsRows ? Lines::splat(x + i * stride) : Lines::columns(line, i);
+#pragma GCC unroll 12
+  for (int j = 0; j < kOthers; ++j) {
+    const Register other = kKeepsRows ? Lines::columns(line, j) : Lines::splat(x + j * stride);
+#pragma GCC unroll 12
+    for (int i = 0; i < kKept; ++i) {
+      auto& sum = kKeepsRows ? sums[i][first + j] : sums[j][first + i];
+      sum = kKeepsRows ? Lines::multiply_add(kept[i], other, sum) : Lines::multiply_add(other, kept[i], sum);
+    }
+  }
+}
+
 template <class Lines, int Rows, int Panels, bool ahead>
 void multiply_block(const Block<typename Lines::Element>& block) {
   constexpr int kSums = Panels * kLineRegisters;
   const int64_t stride = block.x_stride;
   const auto* x = block.x;
-  Register sums[Rows][kSums];
+  typename Lines::Sum sums[Rows][kSums];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) {
-      sums[r][i] = load_register(block.sums + (r * kSums + i) * kRegisterLanes);
+      std::memcpy(&sums[r][i], block.sums + (r * kSums + i) * kRegisterLanes, sizeof sums[r][i]);
     }
   }
   for (int64_t k = 0; k < block.lines; ++k) {
@@ -152,25 +88,14 @@ void multiply_block(const Block<typename Lines::Element>& block) {
 #pragma GCC unroll 2
         for (int64_t at = 0; at < Lines::kBytes; at += 64) __builtin_prefetch(block.next + line * Lines::kBytes + at);
       }
-      Register values[Rows];
-#pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) values[r] = Lines::splat(x + r * stride + k);
-#pragma GCC unroll 8
-      for (int i = 0; i < kLineRegisters; ++i) {
-        const Register weights = Lines::columns(block.weights + line * Lines::kBytes, i);
-#pragma GCC unroll 12
-        for (int r = 0; r < Rows; ++r) {
-          Register& sum = sums[r][p * kLineRegisters + i];
-          sum = Lines::multiply_add(values[r], weights, sum);
-        }
-      }
+      multiply_line<Lines>(block.weights + line * Lines::kBytes, x + k, stride, sums, p * kLineRegisters);
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) {
-      store_register(block.sums + (r * kSums + i) * kRegisterLanes, sums[r][i]);
+      std::memcpy(block.sums + (r * kSums + i) * kRegisterLanes, &sums[r][i], sizeof sums[r][i]);
     }
   }
 }
@@ -186,25 +111,7 @@ MultiplyBlock<Lines> block_of(bool ahead) {
 // The block for so many rows, and how many panels it takes.
 template <class Lines>
 MultiplyBlock<Lines> block_for(int64_t rows, int64_t panels, bool ahead, int64_t* taken) {
-#if defined(__AVX512F__)
-  if (rows <= 3 && panels >= 4) {
-    *taken = 4;
-    return rows == 1   ? block_of<Lines, 1, 4>(ahead)
-           : rows == 2 ? block_of<Lines, 2, 4>(ahead)
-                       : block_of<Lines, 3, 4>(ahead);
-  }
-  if (rows <= 6 && panels >= 2) {
-    *taken = 2;
-    switch (rows) {
-      case 1: return block_of<Lines, 1, 2>(ahead);
-      case 2: return block_of<Lines, 2, 2>(ahead);
-      case 3: return block_of<Lines, 3, 2>(ahead);
-      case 4: return block_of<Lines, 4, 2>(ahead);
-      case 5: return block_of<Lines, 5, 2>(ahead);
-      default: return block_of<Lines, 6, 2>(ahead);
-    }
-  }
-#else
+#if !defined(__AVX512F__)
   if (rows == 1 && panels >= 2) {
     *taken = 2;
     return block_of<Lines, 1, 2>(ahead);
@@ -262,18 +169,27 @@ TANDEM_INLINE void add_some(Out* out, Floats x, int64_t count) {
   store_some(out, load_some(out, count) + rounded_to(out, x), count);
 }
 
+template <class Sums>
+TANDEM_INLINE Floats gated(Floats gate, Floats value) {
+#ifdef TANDEM_AVX512
+  if constexpr (std::is_same_v<Sums, IntSums>) return (Floats)silu512((__m512)gate) * value;  // as on AMX
+#endif
+  return silu(gate) * value;
+}
+
 // Writes the sums of one row and panel.
-template <class Out>
-void write_sums(const Linear& w, const Call& call, int64_t row, int64_t panel, const float* sums) {
+template <class Sums, class Out>
+void write_sums(const Linear& w, const Call& call, int64_t row, float row_scale, int64_t panel, const float* sums) {
   const int64_t width = w.epilogue == kGated ? kPanel / 2 : kPanel;
-  Floats low = load(sums), high = load(sums + 16);
-  if (w.bias) {
-    low += load(w.bias + panel * kPanel);
-    high += load(w.bias + panel * kPanel + 16);
-  }
+  const auto half = [&](int64_t begin) {
+    const int64_t column = panel * kPanel + begin;
+    const Floats bias = w.bias ? load(w.bias + column) : Floats{};
+    return Sums::value(w, row_scale, reinterpret_cast<const char*>(sums + begin), column, bias);
+  };
+  const Floats low = half(0), high = half(16);
   Out* out = static_cast<Out*>(call.out) + row * call.out_stride + panel * width;
   const int64_t left = w.columns - panel * width;
-  if (w.epilogue == kGated) return store_some(out, silu(low) * high, left);
+  if (w.epilogue == kGated) return store_some(out, gated<Sums>(low, high), left);
   if (w.epilogue == kAdd) {
     add_some(out, low, left);
     if (left > 16) add_some(out + 16, high, left - 16);
@@ -281,40 +197,6 @@ void write_sums(const Linear& w, const Call& call, int64_t row, int64_t panel, c
   }
   store_some(out, low, left);
   if (left > 16) store_some(out + 16, high, left - 16);
-}
-
-// Rows in the form in which they are multiplied.
-template <class Element>
-struct ElementRows {
-  const Element* data;
-  int64_t stride, count;
-
-  const Element* row(int64_t index) const { return data + index * stride; }
-};
-
-template <class In>
-void convert(const In* x, int64_t stride, Range rows, int64_t depth, float* floats, int64_t floats_stride) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const In* from = x + row * stride;
-    float* to = floats + row * floats_stride;
-    for (int64_t k = 0; k < depth; k += kLanes) store_some(to + k, load_some(from + k, depth - k), depth - k);
-  }
-}
-
-// A last element without a neighbour gets a zero.
-inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth, Pair* pairs, int64_t pairs_stride) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    Pair* to = pairs + row * pairs_stride;
-    std::memcpy(to, x + row * stride, static_cast<size_t>(depth) * sizeof(Bfloat16));
-    if (depth % 2) to[depth / 2].high = Bfloat16{0};
-  }
-}
-
-// The rows as they are, where they are multiplied so.
-inline const float* unconverted(const float* x, int64_t, int64_t, const float*) { return x; }
-inline const float* unconverted(const Bfloat16*, int64_t, int64_t, const float*) { return nullptr; }
-inline const Pair* unconverted(const Bfloat16* x, int64_t stride, int64_t depth, const Pair*) {
-  return depth % 2 || stride % 2 ? nullptr : reinterpret_cast<const Pair*>(x);
 }
 
 // The share of one thread: some panels.
@@ -328,16 +210,14 @@ class VectorProduct {
 
   // Rows that fit into one block.
   void one_block(Rows x) {
-    alignas(64) float sums[kMostSums];
+    alignas(64) float sums[kBlockRows * kPanel];
     for (int64_t panel = panels_.begin, taken = 1; panel < panels_.end; panel += taken) {
       const auto multiply = block_for<Lines>(x.count, panels_.end - panel, true, &taken);
-      std::fill_n(sums, x.count * taken * kPanel, 0.0f);
+      start(x, taken * kPanel, sums);
       const char* weights = line(panel, 0);
       multiply({weights, lines_, lines_, x.data, x.stride, sums, weights + kLinesAhead * Lines::kBytes});
       for (int64_t row = 0; row < x.count; ++row) {
-        for (int64_t p = 0; p < taken; ++p) {
-          write_sums<Out>(w_, call_, row, panel + p, sums + (row * taken + p) * kPanel);
-        }
+        for (int64_t p = 0; p < taken; ++p) write(x, 0, row, panel + p, sums + (row * taken + p) * kPanel);
       }
     }
   }
@@ -347,11 +227,11 @@ class VectorProduct {
     constexpr int64_t kLines = kSegmentBytes / Lines::kBytes;
     alignas(64) float sums[kSomeRows * kPanel];
     for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
-      std::fill_n(sums, x.count * kPanel, 0.0f);
+      start(x, kPanel, sums);
       for (int64_t k = 0; k < lines_; k += kLines) {
         multiply_lines<Lines>(x, k, std::min(kLines, lines_ - k), line(panel, k), line(panel, k + kLines), sums);
       }
-      for (int64_t row = 0; row < x.count; ++row) write_sums<Out>(w_, call_, row, panel, sums + row * kPanel);
+      for (int64_t row = 0; row < x.count; ++row) write(x, 0, row, panel, sums + row * kPanel);
     }
   }
 
@@ -360,16 +240,29 @@ class VectorProduct {
     static thread_local Scratch scratch;
     float* const sums = scratch.array<float>(x.count * kPanel);
     for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
-      std::fill_n(sums, x.count * kPanel, 0.0f);
+      start(x, kPanel, sums);
       multiply_lines<typename Lines::Expanded>(x, 0, lines_, expanded(panel), nullptr, sums);
-      for (int64_t row = 0; row < x.count; ++row) {
-        write_sums<Out>(w_, call_, first + row, panel, sums + row * kPanel);
-      }
+      for (int64_t row = 0; row < x.count; ++row) write(x, first, row, panel, sums + row * kPanel);
     }
   }
 
  private:
   const char* line(int64_t panel, int64_t k) const { return w_.weights + (panel * lines_ + k) * Lines::kBytes; }
+
+  // Sums of so many columns, before anything is added.
+  static void start(Rows x, int64_t columns, float* sums) {
+    for (int64_t row = 0; row < x.count; ++row, sums += columns) {
+      const int32_t from = x.units(row).start;
+      float bits;
+      std::memcpy(&bits, &from, sizeof bits);
+      std::fill_n(sums, columns, bits);
+    }
+  }
+
+  // Row `row` of `x`, whose rows are those of the call from `first` on.
+  void write(Rows x, int64_t first, int64_t row, int64_t panel, const float* sums) const {
+    write_sums<typename Lines::Sums, Out>(w_, call_, first + row, x.units(row).scale, panel, sums);
+  }
 
   // All blocks of rows times so many lines, from line `k` on. `next`: lines that the first block asks for.
   template <class Stored>
@@ -389,8 +282,8 @@ class VectorProduct {
       return line(panel, 0);
     } else {
       static thread_local Scratch scratch;
-      float* const found = scratch.array<float>(w_.depth * kPanel);
-      for (int64_t k = 0; k < w_.depth; ++k) {
+      float* const found = scratch.array<float>(lines_ * kPanel);
+      for (int64_t k = 0; k < lines_; ++k) {
 #pragma GCC unroll 8
         for (int i = 0; i < kLineRegisters; ++i) {
           const Register weights = Lines::columns(line(panel, k), i);
@@ -414,10 +307,8 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
   using Element = typename Lines::Element;
   const int64_t panels = panels_of(w), worth = call.rows * panels * kPanel * w.depth / kThreadWork;
   const int64_t wanted = std::min(threads, std::max<int64_t>(1, worth));
-  const int64_t lines = lines_of<Lines>(w.depth);
   const In* const x = static_cast<const In*>(call.x);
-  // Apart by an odd number of cache lines: a block's rows would compete for the same sets of L1.
-  const int64_t stride = round_up(lines, 2 * kLanes) + kLanes;
+  const int64_t stride = stride_of(lines_of<Lines>(w.depth));
   static thread_local Scratch scratch;
   if (call.rows <= kSomeRows) {
     const Element* const ready = unconverted(x, call.x_stride, w.depth, static_cast<const Element*>(nullptr));
@@ -450,6 +341,13 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
   });
 }
 
+// The same for rows in bf16.
+template <class Lines>
+void multiply_bfloat16(const Linear& w, const Call& call, int64_t threads) {
+  if (w.epilogue == kStoreF32) return multiply_rows<Lines, Bfloat16, float>(w, call, threads);
+  multiply_rows<Lines, Bfloat16, Bfloat16>(w, call, threads);
+}
+
 // Packs weight [columns (twice that when gated: gates, then values), depth] into panels.
 template <class Lines>
 void pack_panels(const typename Lines::Stored* weight, int64_t stride, int64_t columns, int64_t depth, bool gated,
@@ -477,6 +375,22 @@ void pack_panels(const typename Lines::Stored* weight, int64_t stride, int64_t c
       }
     }
   });
+}
+
+// Quantizes bf16 weights and packs them into panels; `scales` gets one per packed column.
+template <class Lines>
+void quantize_panels(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth, bool gated, int8_t* packed,
+                     float* scales, int64_t threads) {
+  constexpr int64_t kLineSize = kPanel * Lines::kDepth;
+  const int64_t panel_size = lines_of<Lines>(depth) * kLineSize;
+  quantize_columns(weight, stride, columns, depth, gated, scales, threads,
+                   [=](int64_t panel, int64_t column, int64_t begin, int8_t* units, int64_t count) {
+                     int8_t* target = packed + panel * panel_size + begin * kPanel + Lines::position(column);
+                     for (int64_t k = 0; k < count; k += Lines::kDepth, target += kLineSize) {
+                       for (int64_t i = k; i < k + Lines::kDepth; ++i) units[i] ^= Lines::kTurned;
+                       std::memcpy(target, units + k, Lines::kDepth);
+                     }
+                   });
 }
 
 // Rows `ids` of an ungated packed matrix, [count, depth]. Returns 0, and writes nothing, when an id is out of range.

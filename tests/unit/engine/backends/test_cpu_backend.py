@@ -103,7 +103,7 @@ def test_cpu_backend_bfloat16_stays_close_to_float32(case):
 
 
 def test_cpu_backend_int8_error_is_small(case):
-    needs(Arithmetic.INT8)
+    needs(Arithmetic.INT8_VECTORS)
     reference, path, _ = case
     tokens = random_tokens(random.Random(3), 40)
     expected = reference_logits(reference, tokens)

@@ -15,7 +15,8 @@ from tests.support.engine.paged_harness import needs
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
 ALL = tuple(Arithmetic)
-WHOLE = tuple(arithmetic for arithmetic in Arithmetic if arithmetic is not Arithmetic.INT8)
+WHOLE = tuple(arithmetic for arithmetic in Arithmetic if not arithmetic.is_quantized)
+QUANTIZED = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.is_quantized)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def quantized(values):
 
 
 def expected(arithmetic, x, weight, bias, epilogue, old):
-    if arithmetic is Arithmetic.INT8:
+    if arithmetic.is_quantized:
         x, weight = quantized(x), quantized(weight)
     product = x.double() @ weight.double().T
     if bias is not None:
@@ -54,7 +55,7 @@ def assert_near(result, reference, arithmetic, depth):
         tolerance = 2e-7 * depth**0.5
     else:
         tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-4
-    if arithmetic is Arithmetic.INT8:
+    if arithmetic.is_quantized:
         tolerance += 1e-2  # a half may round either way in float and in double
     assert (result.double() - reference).abs().max() <= tolerance * (1 + reference.abs().max())
 
@@ -161,14 +162,53 @@ def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
     assert out[[row for row in range(num_rows) if row != 1]].isfinite().all()
 
 
-def test_cpu_gemm_int8_zero_rows_and_weights_stay_zero(library):
-    needs(Arithmetic.INT8)
+@pytest.mark.parametrize("arithmetic", QUANTIZED)
+@pytest.mark.parametrize("num_rows", [1, 7, 20, 70])
+def test_cpu_gemm_int8_products_are_the_same_bits_everywhere(library, arithmetic, num_rows):
+    """Sums are exact, and every kind of processor rounds as this reference does."""
+    needs(arithmetic)
+    generator = torch.Generator().manual_seed(num_rows)
+    x = (torch.randn(num_rows, 1234, generator=generator) * torch.rand(num_rows, 1, generator=generator)).bfloat16()
+    weight = (torch.randn(150, 1234, generator=generator) + 0.5).bfloat16()
+    weight[7] = weight[8] = 1
+    x[0] = -1  # and with them the largest sums
+    row_scale = x.float().abs().amax(dim=1, keepdim=True) / 127
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    rows = (x.float() * (1 / row_scale)).round()
+    columns = (weight.float() * torch.div(torch.full_like(largest, 127), largest)).round()
+    sums = rows.double() @ columns.double().T
+    product = sums.float() * row_scale * (largest / 127).T
+    out = torch.empty(num_rows, 150)
+    pack(library, arithmetic, weight, epilogue=Epilogue.STORE_FLOAT32)(x, out)
+    assert torch.equal(out, product)
+    stored = torch.ones(num_rows, 150).bfloat16()
+    pack(library, arithmetic, weight, epilogue=Epilogue.ADD)(x, stored)
+    assert torch.equal(stored, torch.ones(num_rows, 150).bfloat16() + product.bfloat16())
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+def test_cpu_gemm_int8_without_dot_products_gives_the_same_bits(library, epilogue):
+    needs(Arithmetic.INT8_DOT)
+    weight, bias = torch.randn(200, 333).bfloat16(), torch.randn(200).bfloat16()
+    for num_rows in (1, 5, 30, 100):
+        x = torch.randn(num_rows, 333).bfloat16()
+        results = []
+        for arithmetic in (Arithmetic.INT8_DOT, Arithmetic.INT8_VECTORS):
+            linear = pack(library, arithmetic, weight, bias, epilogue)
+            results.append(torch.ones(num_rows, linear.columns).to(linear.out_dtype))
+            linear(x, results[-1])
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("arithmetic", QUANTIZED)
+def test_cpu_gemm_int8_zero_rows_and_weights_stay_zero(library, arithmetic):
+    needs(arithmetic)
     weight = torch.randn(40, 64).bfloat16()
     weight[3] = 0
     x = torch.randn(3, 64).bfloat16()
     x[1] = 0
     out = torch.empty(3, 40, dtype=torch.bfloat16)
-    pack(library, Arithmetic.INT8, weight)(x, out)
+    pack(library, arithmetic, weight)(x, out)
     assert (out[1] == 0).all()
     assert (out[:, 3] == 0).all()
     assert (out[0, :3] != 0).all()
@@ -251,8 +291,11 @@ def test_cpu_gemm_without_amx_is_detected():
     assert best_arithmetic(slow_dot, torch.bfloat16) is Arithmetic.BF16_VECTORS
     assert best_arithmetic(fast_dot, torch.bfloat16) is Arithmetic.BF16_DOT
     assert best_arithmetic(CpuFeatures.from_bits(0b1010111), torch.bfloat16) is Arithmetic.BF16
-    with pytest.raises(KernelsUnavailable, match="no AMX for int8"):
-        best_arithmetic(features, torch.bfloat16, quantize=True)
+    vnni, amx = CpuFeatures.from_bits(0b0001011), CpuFeatures.from_bits(0b0111111)
+    assert not supports(features, Arithmetic.INT8_DOT)
+    assert best_arithmetic(features, torch.bfloat16, quantize=True) is Arithmetic.INT8_VECTORS
+    assert best_arithmetic(vnni, torch.bfloat16, quantize=True) is Arithmetic.INT8_DOT
+    assert best_arithmetic(amx, torch.bfloat16, quantize=True) is Arithmetic.INT8
     with pytest.raises(ValueError, match="as int8"):
         best_arithmetic(features, torch.float32, quantize=True)
 

@@ -1,0 +1,23 @@
+// int8 matrix products for processors with neither AMX nor VNNI: multiplied as short integers, two products in one
+// instruction, and the same sums as with either.
+#include "vector_product.h"
+
+#ifdef TANDEM_SHORT_PRODUCTS
+
+using namespace tandem;
+
+TANDEM_EXPORT int64_t tandem_int8_vectors_packed_bytes(int64_t panels, int64_t depth) {
+  return panels * lines_of<Int8Pairs>(depth) * Int8Pairs::kBytes;
+}
+
+TANDEM_EXPORT void tandem_int8_vectors_pack(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth,
+                                            int64_t gated, int8_t* packed, float* scales, int64_t threads) {
+  quantize_panels<Int8Pairs>(weight, stride, columns, depth, gated != 0, packed, scales, threads);
+}
+
+TANDEM_EXPORT void tandem_int8_vectors_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t rows,
+                                              void* out, int64_t out_stride, int64_t threads) {
+  multiply_bfloat16<Int8Pairs>(*linear, {x, x_stride, rows, out, out_stride}, threads);
+}
+
+#endif

@@ -1,0 +1,174 @@
+// Lines of packed weights: one or a few elements of the depth for each of the 32 columns of a panel, in the order in
+// which one instruction multiplies them.
+#pragma once
+
+#include <cstring>
+
+#include "linear.h"
+#include "parallel.h"
+#include "vectors.h"
+
+namespace tandem {
+
+constexpr int kLineRegisters = kPanel / kRegisterLanes;
+
+// Neighbours of a row that are multiplied together.
+struct Pair {
+  Bfloat16 low, high;
+};
+
+struct UnitPair {
+  int16_t units[2];
+};
+
+struct UnitQuad {
+  int8_t units[4];
+};
+
+// How a line is stored, what it is multiplied by, and its columns in registers.
+struct FloatLines {
+  using Stored = float;
+  using Expanded = FloatLines;  // for many rows
+  using Element = float;        // of a row, that a line is multiplied by
+  using Sum = Register;         // in a type of its own: GCC copies registers whose type changes
+  using Sums = FloatSums;
+  static constexpr int64_t kDepth = 1;
+  static constexpr int64_t kBytes = kPanel * 4;
+
+  // The columns of register `i`.
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    return load_register(reinterpret_cast<const float*>(line) + i * kRegisterLanes);
+  }
+
+  TANDEM_INLINE Register splat(const float* x) { return splat_register(*x); }
+
+  TANDEM_INLINE Register multiply_add(Register x, Register weights, Register sum) {
+    return fused_register(x, weights, sum);
+  }
+
+  // Position of a column within its line.
+  static int64_t position(int64_t column) { return column; }
+};
+
+// Columns c and c + 16 share a word: one instruction makes either of them a float.
+struct Bfloat16Lines : FloatLines {
+  using Stored = uint16_t;
+  static constexpr int64_t kBytes = kPanel * 2;
+
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    constexpr int kHalf = kLineRegisters / 2;
+    RegisterBits words;
+    std::memcpy(&words, line + i % kHalf * static_cast<int64_t>(sizeof words), sizeof words);
+    return (Register)(i < kHalf ? words << 16 : words & 0xffff0000u);
+  }
+
+  static int64_t position(int64_t column) { return column % 16 * 2 + column / 16; }
+};
+
+// A word of each column, which is multiplied by a word of the row.
+struct WordLines {
+  static constexpr int64_t kBytes = kPanel * 4;
+
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    Register words;
+    std::memcpy(&words, line + i * static_cast<int64_t>(sizeof words), sizeof words);
+    return words;
+  }
+
+  TANDEM_INLINE Register splat(const void* x) {
+    int32_t word;
+    std::memcpy(&word, x, sizeof word);
+    return (Register)(word - RegisterInts{});
+  }
+};
+
+#ifdef __AVX512BF16__
+// One instruction adds the products of two elements. It takes what is below 2^-126 for zero.
+struct Bfloat16Pairs : WordLines {
+  using Stored = uint16_t;
+  using Expanded = Bfloat16Pairs;
+  using Element = Pair;
+  using Sum = Register;
+  using Sums = FloatSums;
+  static constexpr int64_t kDepth = 2;
+
+  TANDEM_INLINE Register multiply_add(Register x, Register weights, Register sum) {
+    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+  }
+
+  static int64_t position(int64_t column) { return column * 2; }
+};
+#endif
+
+#ifdef __AVX512VNNI__
+// One instruction adds the products of four elements, unsigned ones by signed ones. So weights are stored with their
+// sign turned over, which is 128 more, and a row's sums begin 128 times the sum of the row lower. Sums wrap around, so
+// they are exact if only the last one fits.
+struct Int8Quads : WordLines {
+  using Stored = int8_t;
+  using Expanded = Int8Quads;
+  using Element = UnitQuad;
+  using Sum = RegisterInts;
+  using Sums = IntSums;
+  static constexpr int64_t kDepth = 4;
+  static constexpr int8_t kTurned = -128;  // exclusive or with weights
+
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
+    return (RegisterInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
+  }
+
+  static int64_t position(int64_t column) { return column * 4; }
+};
+#endif
+
+#if defined(__AVX2__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
+#define TANDEM_SHORT_PRODUCTS 1
+
+// Two elements as short integers, whose products cannot overflow.
+struct Int16Pairs : WordLines {
+  using Element = UnitPair;
+  using Sum = RegisterInts;
+  using Sums = IntSums;
+  static constexpr int64_t kDepth = 2;
+
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
+#if defined(__AVX512F__)
+    const auto products = (RegisterInts)_mm512_madd_epi16((__m512i)x, (__m512i)weights);
+#else
+    const auto products = (RegisterInts)_mm256_madd_epi16((__m256i)x, (__m256i)weights);
+#endif
+    return sum + products;
+  }
+};
+
+struct Int8Pairs : Int16Pairs {
+  using Stored = int8_t;
+  using Expanded = Int16Pairs;
+  static constexpr int64_t kBytes = kPanel * 2;
+  static constexpr int8_t kTurned = 0;
+
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    const char* const from = line + i * (TANDEM_REGISTER_BYTES / 2);
+#if defined(__AVX512F__)
+    return (Register)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    return (Register)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+  }
+
+  static int64_t position(int64_t column) { return column * 2; }
+};
+#endif
+
+template <class Lines>
+int64_t lines_of(int64_t depth) {
+  return ceil_div(depth, Lines::kDepth);
+}
+
+// Where element `k` of a column is stored, in elements from the beginning of its panel.
+template <class Lines>
+int64_t offset_of(int64_t k, int64_t column) {
+  return k / Lines::kDepth * (kPanel * Lines::kDepth) + Lines::position(column) + k % Lines::kDepth;
+}
+
+}  // namespace tandem
