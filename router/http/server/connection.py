@@ -34,6 +34,8 @@ _MOST_BEHIND_BODY = 256 << 20
 """Bytes read and discarded after an answer that came before its request's body had ended."""
 _MOST_AHEAD = 64
 """Pipelined requests without an answer; a small one takes a hundred times its bytes here."""
+CLOSE_HEADER = (b"connection", b"close")
+"""Header of an answer after which the connection is closed."""
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 """The last one is Linux's; elsewhere a paused client's orderly end is noticed when its answer is written."""
 _MAX_CHECK_S = 1.0
@@ -354,6 +356,12 @@ def _serve(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Awaitabl
     return app(scope, receive, either)
 
 
+def _stays_open(cycle: RequestResponseCycle) -> bool:
+    """Whether an answer that begins now leaves the connection open, and has somebody to read it."""
+    is_wanted = cycle.keep_alive and CLOSE_HEADER not in cycle.default_headers
+    return is_wanted and not cycle.response_started and not cycle.disconnected
+
+
 class _AnswerTransport:
     """The transport that uvicorn's exchanges see: only the connection decides when to close it."""
 
@@ -397,8 +405,7 @@ class _DirectLink:
 
     async def answer(self, whole: Message, send: Send) -> None:
         cycle, flow = self._cycle, self._flow
-        is_plain = cycle is not None and cycle.keep_alive and not cycle.response_started and not cycle.disconnected
-        if cycle is None or not is_plain or self._awaits_continue or flow.write_paused:
+        if cycle is None or not _stays_open(cycle) or self._awaits_continue or flow.write_paused:
             await send({"type": "http.response.start", "status": whole["status"], "headers": whole["headers"]})
             await send({"type": "http.response.body", "body": whole["body"], "more_body": False})
             return

@@ -15,10 +15,8 @@ from typing import Any, cast
 
 import uvicorn
 
-from router.http.server.connection import Connection
+from router.http.server.connection import CLOSE_HEADER, Connection
 from router.http.server.tls_listener import TlsListener
-
-_CLOSE = (b"connection", b"close")
 
 
 async def leave_port(
@@ -37,8 +35,8 @@ async def leave_port(
         one.close()
     listening.close()
     # uvicorn makes the second from the first, once a second.
-    server.config.encoded_headers = [*server.config.encoded_headers, _CLOSE]
-    server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
+    server.config.encoded_headers = [*server.config.encoded_headers, CLOSE_HEADER]
+    server.server_state.default_headers = [*server.server_state.default_headers, CLOSE_HEADER]
     loop, protocol = asyncio.get_running_loop(), new_protocol(server)
     for accepted in arrived:
         if secured is not None:

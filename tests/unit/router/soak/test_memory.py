@@ -176,7 +176,7 @@ def never_evict(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "forgets", "keeper"),
     [
-        (PoisonRequestTracker, "gone", "_choices"),
+        (PoisonRequestTracker, "forget", "_choices"),
         (WorkerBreakers, "keep", "breakers.by_worker"),
         (PrefixMap, "expire", "_lapses"),
     ],
