@@ -26,6 +26,8 @@ from tandem.values.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
 
+RECONNECTS = Backoff(growth=1.25)
+"""Slow growth: a worker restarts within a second or two, and its requests wait for it to be found."""
 _STAYS_S = 60.0
 """How long sessions with a worker begin over gRPC alone after a direct connection was not possible."""
 
@@ -54,7 +56,7 @@ class WorkerFleet:
         self._connect = connect
         self._settings = settings
         self._rng = rng
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or RECONNECTS
         self._expected = expected
         self._stack = AsyncExitStack()
         self._follower: asyncio.Task[None] | None = None

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import grpc
 import pytest
 
+from router.fleet.connections import RECONNECTS
 from router.fleet.native_streams import NativeStreams
 from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
@@ -492,13 +493,25 @@ def test_logprobs_must_match_the_tokens() -> None:
     assert (first.logprob, second.logprob, second.top_logprobs[0].token_id) == (-0.5, -1.5, 4)
 
 
-def test_backoff_grows_to_bound_with_jitter() -> None:
-    backoff, rng = Backoff(first_s=0.1, most_s=2.0), Random(4)
+@pytest.mark.parametrize("growth", [1.05, 1.25, 2.0])
+def test_backoff_grows_to_bound_with_jitter(growth: float) -> None:
+    backoff, rng = Backoff(first_s=0.1, most_s=2.0, growth=growth), Random(4)
     waits = [backoff.wait_s(n, rng) for n in range(1, 200)]
     for n, wait in enumerate(waits, 1):
-        whole = min(2.0, 0.1 * 2.0 ** (n - 1))
+        whole = min(2.0, 0.1 * growth ** (n - 1))
         assert whole / 2 <= wait <= whole
     assert len(set(waits)) == len(waits)
+    assert backoff.wait_s(10_000, None) == 2.0
+
+
+@pytest.mark.parametrize("outage_s", [0.3, 0.7, 1.3, 2.6, 5.0])
+def test_reconnects_find_a_worker_soon_after_its_return(outage_s: float) -> None:
+    for seed in range(100):
+        rng, at_s, num_failures = Random(seed), 0.0, 0
+        while at_s < outage_s:
+            num_failures += 1
+            at_s += RECONNECTS.wait_s(num_failures, rng)
+        assert at_s - outage_s <= RECONNECTS.first_s + (RECONNECTS.growth - 1.0) * 2.0 * outage_s
 
 
 async def test_directory_reports_stated_addresses_and_changes() -> None:

@@ -67,13 +67,15 @@ async def serving(credentials: ClusterCredentials | None) -> AsyncIterator[str]:
 
 
 async def is_served(channels: ClusterChannels, address: str) -> bool:
-    async with channels.open(address) as channel:
-        try:
+    try:
+        async with channels.open(address) as channel:
             return await channel.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            return False
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        # A handshake finds out why, and asyncio leaves a connection open whose server closes while it is accepted.
+        await asyncio.gather(*channels._checks.values())
+        return False
 
 
 async def test_members_with_different_certificates_serve_each_other(authority: Authority, issue: Make) -> None:
@@ -102,7 +104,6 @@ async def assert_refused(address: str, client: ClusterCredentials | None, reason
     channels = ClusterChannels(client)
     for _ in range(2):
         assert not await is_served(channels, address)
-        await asyncio.gather(*channels._checks.values())
     told = [record.message for record in logs.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
     assert told[0].startswith(f"no connection with {address}: {reason}")
@@ -163,7 +164,6 @@ async def test_unreachable_peer_is_not_blamed_on_tls(authority, issue: Make, cap
         pass
     channels = ClusterChannels(ClusterCredentials(issue(authority)))
     assert not await is_served(channels, address)
-    await asyncio.gather(*channels._checks.values())
     assert caplog.records == []
 
 
