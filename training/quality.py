@@ -35,6 +35,7 @@ SETTINGS: Mapping[str, Mapping[str, str | bool]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int8-kv": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "fp8-kv": {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"},
     "int8-and-int8-kv": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},

@@ -109,9 +109,10 @@ class EngineSection(PinnedShares):
     """CPU threads of each rank for tensor operations. null: the cores divided by the ranks of all workers."""
     kernels: Literal["auto", "torch"] = "auto"
     """`auto`: compiled kernels (C++ on a CPU, Triton on CUDA) where available, with a log line where not."""
-    quantization: Literal["none", "int8"] = "none"
-    """`int8` stores and multiplies the layers' matrices in eight bits (W8A8).
-    See docs/extend/measurements.md for the loss of accuracy."""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """How matrices are stored and multiplied on CPUs. `int8`: weights in eight bits by output column, inputs by row.
+    `int4`: the layers' weights in four bits by groups of 32, inputs in eight bits by the same groups; the head as with
+    `int8`. See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
     See docs/extend/measurements.md for the loss of accuracy."""

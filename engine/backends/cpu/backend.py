@@ -171,18 +171,22 @@ class CpuBackend:
         self._threads = options.num_threads
         self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
-        is_quantized = options.quantization == "int8"
-        if is_quantized and self.dtype is not torch.bfloat16:
-            raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
-        self._arithmetic = best_arithmetic(library.features, self.dtype, quantize=is_quantized)
-        # The head is never quantized: it decides between tokens, and no later layer averages its error out.
-        self._head_arithmetic = best_arithmetic(library.features, self.dtype)
+        quantization = options.quantization
+        if quantization != "none" and self.dtype is not torch.bfloat16:
+            raise KernelsUnavailable(
+                f"{quantization} projections work on bfloat16 activations: set model.dtype to bfloat16"
+            )
+        self._arithmetic = best_arithmetic(library.features, self.dtype, quantization=quantization)
+        # The head decides between tokens, and no later layer averages its error out: never fewer than eight bits.
+        self._head_arithmetic = best_arithmetic(
+            library.features, self.dtype, quantization="none" if quantization == "none" else "int8"
+        )
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._activations = CpuActivations(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
-        self.name = "cpu-amx" if self._head_arithmetic is Arithmetic.BF16 else "cpu-vectors"
-        if is_quantized:
-            self.name += "-int8"
+        self.name = "cpu-amx" if best_arithmetic(library.features, self.dtype) is Arithmetic.BF16 else "cpu-vectors"
+        if quantization != "none":
+            self.name += f"-{quantization}"
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
         taken = self._input_tiles(weight, role)

@@ -46,6 +46,8 @@ class Arithmetic(Enum):
     INT8 = "int8"  # on AMX tiles
     INT8_DOT = "int8_dot"  # by AVX-512's dot product of four: the same bits as on AMX
     INT8_VECTORS = "int8_vectors"  # as short integers; the same bits where there is AVX-512, but for infinite inputs
+    # Weights in groups of 32 of the depth, inputs in eight bits by the same groups; bf16 in and out.
+    INT4 = "int4"
     FLOAT32 = "f32"
 
     @property
@@ -54,8 +56,8 @@ class Arithmetic(Enum):
         return torch.float32 if self is Arithmetic.FLOAT32 else torch.bfloat16
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether weights are stored in eight bits."""
+    def has_column_scales(self) -> bool:
+        """Whether weights have one scale for each output column."""
         return self in (Arithmetic.INT8, Arithmetic.INT8_DOT, Arithmetic.INT8_VECTORS)
 
 
@@ -123,7 +125,7 @@ class PackedLinear:
         self.num_threads = num_threads
         panels = -(-self.columns // (PANEL // 2 if gated else PANEL))
         self._bias = None if bias is None else _packed_bias(bias, panels, gated=gated)
-        self._scales = torch.zeros(panels * PANEL) if arithmetic.is_quantized else None
+        self._scales = torch.zeros(panels * PANEL) if arithmetic.has_column_scales else None
         self._packed = self._pack(library, weight, panels, gated=gated)
         self._record = _Linear(
             weights=self._packed.data_ptr(),
@@ -138,8 +140,9 @@ class PackedLinear:
         self._reference = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
-        embeds = not arithmetic.is_quantized and not gated
-        self._embed = library.function(f"tandem_{name}_embed", "piipipii", "i") if embeds else None
+        embeds = arithmetic is not Arithmetic.INT4 and not gated
+        signature = "piipipii" if self._scales is None else "ppiipipii"
+        self._embed = library.function(f"tandem_{name}_embed", signature, "i") if embeds else None
 
     @property
     def nbytes(self) -> int:
@@ -169,21 +172,22 @@ class PackedLinear:
         self._multiply(self._reference, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
-        """Copy rows `ids` (int64) of the original weight to `out` `[num_ids, depth]`: tied embeddings need no second
-        copy.
+        """Copy rows `ids` (int64) of the weight to `out` `[num_ids, depth]`: tied embeddings need no second copy. Rows
+        of int8 weights are those that are stored, rounded.
 
-        Raises IndexError for an id that is not a column, ValueError when the packing cannot be looked up (int8,
+        Raises IndexError for an id that is not a column, ValueError when the packing cannot be looked up (int4,
         gates) or a tensor is of the wrong kind.
         """
         if self._embed is None:
-            raise ValueError("int8 weights and gates cannot be looked up")
+            raise ValueError("int4 weights and gates cannot be looked up")
         if ids.dtype is not torch.int64 or ids.dim() != 1 or ids.stride(0) != 1:
             raise ValueError(f"ids are contiguous int64, not {ids.dtype} with strides {ids.stride()}")
         if out.shape != (ids.shape[0], self.depth) or out.stride(1) != 1 or out.dtype is not self.dtype:
             raise ValueError(f"{out.dtype} {tuple(out.shape)} cannot hold {ids.shape[0]} rows of {self.depth}")
+        stored = [part.data_ptr() for part in (self._packed, self._scales) if part is not None]
         found = self._embed(
-            self._packed.data_ptr(), self.columns, self.depth, ids.data_ptr(), ids.shape[0], out.data_ptr(),
-            out.stride(0), self.num_threads,
+            *stored, self.columns, self.depth, ids.data_ptr(), ids.shape[0], out.data_ptr(), out.stride(0),
+            self.num_threads,
         )  # fmt: skip
         if not found:
             raise IndexError(f"ids must be below {self.columns}")
@@ -208,16 +212,18 @@ class PackedLinear:
         return packed
 
 
-def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantize: bool = False) -> Arithmetic:
-    """The fastest arithmetic here for weights of `dtype`, or for their quantization to int8.
+def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantization: str = "none") -> Arithmetic:
+    """The fastest arithmetic here for weights of `dtype`, or for their quantization: "int8" or "int4".
 
     Raises ValueError for a dtype that has none.
     """
-    if dtype is torch.float32 and not quantize:
+    if dtype is torch.float32 and quantization == "none":
         return Arithmetic.FLOAT32
     if dtype is not torch.bfloat16:
-        raise ValueError(f"{dtype} weights cannot be packed{' as int8' if quantize else ''}")
-    if not quantize:
+        raise ValueError(f"{dtype} weights cannot be packed{'' if quantization == 'none' else f' as {quantization}'}")
+    if quantization == "int4":
+        return Arithmetic.INT4
+    if quantization == "none":
         if supports(features, Arithmetic.BF16):
             return Arithmetic.BF16
         return Arithmetic.BF16_DOT if features.fast_bf16_dot else Arithmetic.BF16_VECTORS

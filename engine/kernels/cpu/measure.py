@@ -169,6 +169,7 @@ def _contenders(
         "amx int8": (0.5, Arithmetic.INT8),
         "dot int8": (0.5, Arithmetic.INT8_DOT),
         "vectors int8": (0.5, Arithmetic.INT8_VECTORS),
+        "groups int4": (9 / 32, Arithmetic.INT4),
     }
     for name, (factor, arithmetic) in ours.items():
         if supports(library.features, arithmetic):
@@ -178,6 +179,7 @@ def _contenders(
         found.append(("oneDNN bf16", 1.0, lambda: _onednn(weight, epilogue)))
         signed = library.features.amx_int8
         found.append(("oneDNN int8", 0.5, lambda: _onednn_int8(weight, epilogue, signed=signed)))
+    found.append(("torch int4", 9 / 32, lambda: _torch_int4(weight, epilogue)))
     found.append(("F.linear", 1.0, lambda: _torch_linear(weight.clone(), epilogue)))
     return found
 
@@ -218,6 +220,19 @@ def _onednn_int8(weight: Tensor, epilogue: Epilogue, *, signed: bool) -> Project
         _finish(product, epilogue, out)
 
     return project
+
+
+def _torch_int4(weight: Tensor, epilogue: Epilogue) -> Projection:
+    """torch's product of bf16 rows and weights in four bits by groups of 32, each with a scale and a zero."""
+    group = 32
+    groups = weight.float().view(len(weight), -1, group)
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    scale = (high - low) / 15
+    codes = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32).flatten(1)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.stack((scale, low + 8 * scale), dim=2).transpose(0, 1).contiguous().bfloat16()
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return lambda x, out: _finish(multiply(x, packed, group, scales), epilogue, out)
 
 
 def _finish(product: Tensor, epilogue: Epilogue, out: Tensor) -> None:

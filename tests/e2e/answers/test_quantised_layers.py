@@ -1,9 +1,10 @@
-"""A cluster whose layers are in eight bits answers, however it computes, like one process that computes each prompt
-alone."""
+"""A cluster whose layers are in eight or four bits answers, however it computes, like one process that computes each
+prompt alone."""
 
 import asyncio
 import random
 
+import pytest
 import torch
 
 from engine.backends.options import BackendOptions
@@ -18,10 +19,10 @@ from tests.support.running_cluster import running
 MAX_TOKENS = 24
 
 
-def expected(prompts):
-    """Greedy tokens of bfloat16 with layers in int8, each prompt in one chunk."""
+def expected(prompts, quantization):
+    """Greedy tokens of quantized layers, each prompt in one chunk."""
     options = BackendOptions(
-        device=torch.device("cpu"), dtype="bfloat16", quantization="int8", deterministic=True, num_threads=1
+        device=torch.device("cpu"), dtype="bfloat16", quantization=quantization, deterministic=True, num_threads=1
     )
     model = load_model(BUILTIN, backend=select_backend(options))
     answers = []
@@ -33,15 +34,16 @@ def expected(prompts):
     return answers
 
 
-async def test_int8_layers_answers_are_the_same_through_both_pools(fork_servers, oracle):
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+async def test_quantised_layers_answer_alike_through_both_pools(fork_servers, oracle, quantization):
     needs(Arithmetic.INT8_VECTORS)
     lengths = random.Random("int8 layers")
     prompts = [make(i, lengths.randint(80, 400)) for i, make in enumerate([oracle.story, noise] * 4)]
     with torch.inference_mode():
-        cases = list(zip(prompts, expected(prompts), strict=True))
+        cases = list(zip(prompts, expected(prompts, quantization), strict=True))
     settings = {
         "model__dtype": "bfloat16",
-        "engine__quantization": "int8",
+        "engine__quantization": quantization,
         "engine__deterministic": True,
         "engine__prefill_chunk_tokens": 64,
     }

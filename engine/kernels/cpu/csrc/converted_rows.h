@@ -33,7 +33,14 @@ struct ElementRows {
 
 // The distance of converted rows of so many elements: apart by an odd number of cache lines, since a block's rows would
 // compete for the same sets of L1.
-inline int64_t stride_of(int64_t elements) { return round_up(elements, 2 * kLanes) + kLanes; }
+template <class Element>
+int64_t stride_of(int64_t elements) {
+  if constexpr (std::is_same_v<Element, UnitGroup>) {
+    static_assert(sizeof(UnitGroup) == 40);  // 16 n + 8 of which are 5 cache lines, and twice as many n times
+    return round_up(elements, 16) + 8;
+  }
+  return round_up(elements, 2 * kLanes) + kLanes;
+}
 
 template <class In>
 void convert(const In* x, int64_t stride, Range rows, int64_t depth, float* floats, int64_t floats_stride) {
@@ -76,6 +83,24 @@ inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth
 // Weights are stored 128 higher than they are.
 inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth, UnitQuad* to, int64_t to_stride) {
   quantize_rows(x, stride, rows, depth, to, to_stride, -128);
+}
+
+// Weights of four bits are stored 8 higher.
+inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth, UnitGroup* to, int64_t to_stride) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const Bfloat16* const from = x + row * stride;
+    UnitGroup* group = to + row * to_stride;
+    for (int64_t k = 0; k < depth; k += kGroup, ++group) {
+      const int64_t count = std::min(kGroup, depth - k);
+      const Scale scale = row_scale(from + k, count);
+      std::memset(group->units, 0, sizeof group->units);
+      quantize(from + k, count, scale.factor, group->units);
+      int32_t sum = 0;
+      for (const int8_t unit : group->units) sum += unit;
+      group->scale = scale.unit;
+      group->start = -8 * sum;
+    }
+  }
 }
 
 // The rows as they are, where they are multiplied so.

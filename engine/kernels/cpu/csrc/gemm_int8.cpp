@@ -33,6 +33,17 @@ TANDEM_EXPORT void tandem_int8_pack(const Bfloat16* weight, int64_t stride, int6
                    });
 }
 
+TANDEM_EXPORT int64_t tandem_int8_embed(const int8_t* packed, const float* scales, int64_t columns, int64_t depth,
+                                        const int64_t* ids, int64_t count, Bfloat16* out, int64_t out_stride,
+                                        int64_t threads) {
+  const int64_t panel_size = steps_of(depth) * kPanel * kStepDepth;
+  return embed_units(scales, columns, depth, ids, count, out, out_stride, threads, [=](int64_t id, int64_t k) {
+    const int8_t* const step = packed + id / kPanel * panel_size + k / kStepDepth * kPanel * kStepDepth;
+    const int8_t* const tile = step + id % kPanel / 16 * 1024;
+    return tile[k % kStepDepth / 4 * 64 + id % 16 * 4 + k % 4];
+  });
+}
+
 #if defined(TANDEM_AMX) && defined(__AMX_INT8__)
 
 namespace {

@@ -20,4 +20,10 @@ TANDEM_EXPORT void tandem_int8_vectors_linear(const Linear* linear, const void* 
   multiply_bfloat16<Int8Pairs>(*linear, {x, x_stride, rows, out, out_stride}, threads);
 }
 
+TANDEM_EXPORT int64_t tandem_int8_vectors_embed(const int8_t* packed, const float* scales, int64_t columns,
+                                                int64_t depth, const int64_t* ids, int64_t count, Bfloat16* out,
+                                                int64_t out_stride, int64_t threads) {
+  return embed_quantized<Int8Pairs>(packed, scales, columns, depth, ids, count, out, out_stride, threads);
+}
+
 #endif

@@ -25,6 +25,24 @@ struct UnitQuad {
   int8_t units[4];
 };
 
+constexpr int64_t kGroup = 32;  // neighbours that share a scale in four-bit weights, and in the rows that they multiply
+
+struct UnitGroup {
+  int8_t units[kGroup];
+  float scale;
+  int32_t start;  // of a sum
+};
+
+// Writes the words of a line's columns as they are multiplied.
+template <class Lines>
+void expand_line(const char* line, char* to) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kLineRegisters; ++i, to += TANDEM_REGISTER_BYTES) {
+    const Register words = Lines::columns(line, i);
+    std::memcpy(to, &words, sizeof words);
+  }
+}
+
 // How a line is stored, what it is multiplied by, and its columns in registers.
 struct FloatLines {
   using Stored = float;
@@ -61,6 +79,8 @@ struct Bfloat16Lines : FloatLines {
     std::memcpy(&words, line + i % kHalf * static_cast<int64_t>(sizeof words), sizeof words);
     return (Register)(i < kHalf ? words << 16 : words & 0xffff0000u);
   }
+
+  static void expand(const char* line, char* to) { expand_line<Bfloat16Lines>(line, to); }
 
   static int64_t position(int64_t column) { return column % 16 * 2 + column / 16; }
 };
@@ -156,7 +176,103 @@ struct Int8Pairs : Int16Pairs {
 #endif
   }
 
+  static void expand(const char* line, char* to) { expand_line<Int8Pairs>(line, to); }
+
   static int64_t position(int64_t column) { return column * 2; }
+};
+#endif
+
+#if defined(__AVX2__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
+#define TANDEM_GROUP_PRODUCTS 1
+
+// Sums of a group's products in integers: the weights are unsigned, so that one instruction multiplies them by signed
+// units of a row, and adds two products or four.
+struct GroupSums {
+  using Sum = Register;
+  using Sums = FloatSums;
+  using Element = UnitGroup;
+  static constexpr int64_t kDepth = kGroup;
+  static constexpr int kQuads = kGroup / 4;
+
+#ifdef __AVX512VNNI__
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
+    return (RegisterInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
+  }
+
+  TANDEM_INLINE RegisterInts total(RegisterInts sums) { return sums; }
+#elif defined(__AVX512F__)
+  // As short integers: 16 products of at most 15 by 128 fit.
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
+    return (RegisterInts)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)weights, (__m512i)x));
+  }
+
+  TANDEM_INLINE RegisterInts total(RegisterInts sums) {
+    return (RegisterInts)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+  }
+#else
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
+    return (RegisterInts)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)x));
+  }
+
+  TANDEM_INLINE RegisterInts total(RegisterInts sums) {
+    return (RegisterInts)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+  }
+#endif
+
+  // Of a row, as it is multiplied by every column.
+  TANDEM_INLINE Register quad(const UnitGroup* x, int index) {
+    int32_t word;
+    std::memcpy(&word, x->units + index * 4, sizeof word);
+    return (Register)(word - RegisterInts{});
+  }
+};
+
+// A line for many rows: a word of each column for every four of the depth, then the columns' scales.
+struct ExpandedGroups : GroupSums {
+  using Expanded = ExpandedGroups;
+  static constexpr int64_t kBytes = (kQuads + 1) * kPanel * 4;
+
+  TANDEM_INLINE Register columns(const char* line, int quad, int i) {
+    return load_register(reinterpret_cast<const float*>(line) + quad * kPanel + i * kRegisterLanes);
+  }
+
+  TANDEM_INLINE Register scales(const char* line, int i) { return columns(line, kQuads, i); }
+};
+
+// Weights of four bits, 8 higher than they are, so that a row's sums begin 8 times the sum of its units lower. Of each
+// eight of the depth the first four are the low halves of a column's word, the others the high ones. Behind them are
+// the columns' scales in bf16, in the order in which Bfloat16Lines keeps columns.
+struct Int4Groups : GroupSums {
+  using Expanded = ExpandedGroups;
+  using Stored = char;
+  static constexpr int64_t kCodeBytes = kPanel * kGroup / 2;
+  static constexpr int64_t kBytes = kCodeBytes + kPanel * 2;
+
+  TANDEM_INLINE Register columns(const char* line, int quad, int i) {
+    RegisterBits words;
+    std::memcpy(&words, line + quad / 2 * (kPanel * 4) + i * TANDEM_REGISTER_BYTES, sizeof words);
+    return (Register)((quad % 2 ? words >> 4 : words) & 0x0f0f0f0fu);
+  }
+
+  TANDEM_INLINE Register scales(const char* line, int i) { return Bfloat16Lines::columns(line + kCodeBytes, i); }
+
+  static void expand(const char* line, char* to) {
+    for (int quad = 0; quad <= kQuads; ++quad) {
+      for (int i = 0; i < kLineRegisters; ++i, to += TANDEM_REGISTER_BYTES) {
+        const Register found = quad < kQuads ? columns(line, quad, i) : scales(line, i);
+        std::memcpy(to, &found, sizeof found);
+      }
+    }
+  }
+
+  // Puts a column's codes and scale into a line of zeros.
+  static void put(char* line, int64_t column, const uint8_t* codes, Bfloat16 scale) {
+    for (int64_t k = 0; k < kGroup; ++k) {
+      char& byte = line[k / 8 * (kPanel * 4) + column * 4 + k % 4];
+      byte = static_cast<char>(byte | codes[k] << (k % 8 < 4 ? 0 : 4));
+    }
+    std::memcpy(line + kCodeBytes + Bfloat16Lines::position(column) * 2, &scale, sizeof scale);
+  }
 };
 #endif
 

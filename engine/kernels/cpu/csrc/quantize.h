@@ -113,4 +113,76 @@ void quantize_columns(const Bfloat16* weight, int64_t stride, int64_t columns, i
   });
 }
 
+// Rows `ids` of an ungated int8 matrix, [count, depth], rounded to bf16; unit(id, k): a stored one. Returns 0, and
+// writes nothing, when an id is out of range.
+template <class Unit>
+int64_t embed_units(const float* scales, int64_t columns, int64_t depth, const int64_t* ids, int64_t count,
+                    Bfloat16* out, int64_t out_stride, int64_t threads, Unit&& unit) {
+  if (!all_below(ids, count, columns)) return 0;
+  parallel(threads, [&](int thread, int team) {
+    const Range range = split(count, thread, team);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      for (int64_t k = 0; k < depth; k += kLanes) {
+        float values[kLanes] = {};
+        const int64_t some = std::min<int64_t>(kLanes, depth - k);
+        for (int64_t j = 0; j < some; ++j) values[j] = static_cast<float>(unit(ids[i], k + j));
+        store_some(out + i * out_stride + k, load(values) * scales[ids[i]], some);
+      }
+    }
+  });
+  return 1;
+}
+
+// Values as integers from -8 to 7, ties to even.
+TANDEM_INLINE Floats nearest_of_sixteen(Floats x, float factor) {
+  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest integer
+  Floats y = x * factor;
+  y = y >= -8.0f ? y : splat(-8.0f);  // a NaN too
+  y = y > 7.0f ? splat(7.0f) : y;
+  return (y + kShift) - kShift;
+}
+
+inline Bfloat16 narrow(float x) {
+  Bfloat16 some[kLanes];
+  store(some, splat(x));
+  return some[0];
+}
+
+inline float widened(Bfloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+// Quantizes at most a group of bf16 values to four bits, 8 higher than they are; returns what one is worth. Of some
+// scales, around that at which the value farthest from zero is -8, the one with the least squared error: without it a
+// single large value takes resolution from all others. Spelt out in one order, so that every processor finds the same.
+inline Bfloat16 quantize_group(const Bfloat16* values, int64_t count, uint8_t* codes) {
+  constexpr int kScales = 13;
+  const Floats low = load_some(values, count), high = load_some(values + kLanes, count - kLanes);
+  float extreme = 0.0f;
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    const float value = i < kLanes ? low[i] : high[i - kLanes];
+    if (std::abs(value) > std::abs(extreme) || value != value) extreme = value;  // a NaN stays
+  }
+  Bfloat16 best = narrow(0.0f);
+  float least = INFINITY, factor = 0.0f;
+  for (int i = 0; i < kScales; ++i) {
+    const Bfloat16 scale = narrow(extreme / (-9.0f + 0.25f * static_cast<float>(i)));
+    const float unit = widened(scale);
+    const float inverse = std::abs(unit) > 1e-30f ? 1.0f / unit : 0.0f;
+    const Floats low_error = fused(nearest_of_sixteen(low, inverse), splat(-unit), low);
+    const Floats high_error = fused(nearest_of_sixteen(high, inverse), splat(-unit), high);
+    const float error = sum(fused(low_error, low_error, high_error * high_error));
+    if (error < least) least = error, best = scale, factor = inverse;
+  }
+  if (least == INFINITY) best = narrow(extreme * 0.0f - extreme);  // not finite, and shows in the output
+  const Floats found[2] = {nearest_of_sixteen(low, factor), nearest_of_sixteen(high, factor)};
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    codes[i] = static_cast<uint8_t>(static_cast<int>(found[i / kLanes][i % kLanes]) + 8);
+  }
+  return best;
+}
+
 }  // namespace tandem

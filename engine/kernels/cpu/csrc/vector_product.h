@@ -22,14 +22,20 @@
 
 namespace tandem {
 
-// Rows of a block: as many as leave registers for a line of weights.
+template <class Lines>
+constexpr bool kIsGrouped = std::is_same_v<typename Lines::Element, UnitGroup>;
+
+// Rows of a block: as many as leave registers for a line of weights, and for a group's integers beside its sums.
 #if defined(__AVX512F__)
-constexpr int kBlockRows = 12;
+template <class Lines>
+constexpr int kBlockRows = kIsGrouped<Lines> ? 6 : 12;
 #else
+template <class Lines>
 constexpr int kBlockRows = 3;
 #endif
 
-constexpr int64_t kLinesAhead = 48;         // prefetch distance
+template <class Lines>
+constexpr int64_t kLinesAhead = Lines::kBytes > kPanel * 4 ? 12 : 48;  // prefetch distance
 constexpr int64_t kThreadWork = 64 * 1024;  // multiply-adds below which a second thread costs more than it saves
 constexpr int64_t kChunkRows = 256;         // rows that are converted, and whose sums are kept, at a time
 constexpr int64_t kSomeRows = 32;
@@ -67,6 +73,41 @@ TANDEM_INLINE void multiply_line(const char* line, const typename Lines::Element
   }
 }
 
+// The same for a group: integers first, whose sum is scaled once. With narrow registers there is room for those of one
+// register of columns at a time.
+template <class Lines, int Rows, int Sums>
+TANDEM_INLINE void multiply_group(const char* line, const UnitGroup* x, int64_t stride, Register (&sums)[Rows][Sums],
+                                  int first) {
+  constexpr int kTogether = kLineRegisters > 2 ? 1 : kLineRegisters;
+#pragma GCC unroll 4
+  for (int begin = 0; begin < kLineRegisters; begin += kTogether) {
+    RegisterInts integers[Rows][kTogether] = {};
+#pragma GCC unroll 8
+    for (int quad = 0; quad < Lines::kQuads; ++quad) {
+      Register weights[kTogether];
+#pragma GCC unroll 2
+      for (int i = 0; i < kTogether; ++i) weights[i] = Lines::columns(line, quad, begin + i);
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) {
+        const Register units = Lines::quad(x + r * stride, quad);
+#pragma GCC unroll 2
+        for (int i = 0; i < kTogether; ++i) integers[r][i] = Lines::multiply_add(units, weights[i], integers[r][i]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < kTogether; ++i) {
+      const Register scales = Lines::scales(line, begin + i);
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) {
+        const UnitGroup& row = x[r * stride];
+        const Register total = __builtin_convertvector(Lines::total(integers[r][i]) + row.start, Register) * row.scale;
+        auto& sum = sums[r][first + begin + i];
+        sum = fused_register(total, scales, sum);
+      }
+    }
+  }
+}
+
 template <class Lines, int Rows, int Panels, bool ahead>
 void multiply_block(const Block<typename Lines::Element>& block) {
   constexpr int kSums = Panels * kLineRegisters;
@@ -85,10 +126,15 @@ void multiply_block(const Block<typename Lines::Element>& block) {
     for (int p = 0; p < Panels; ++p) {
       const int64_t line = p * block.panel_lines + k;
       if (ahead) {
-#pragma GCC unroll 2
+#pragma GCC unroll 9
         for (int64_t at = 0; at < Lines::kBytes; at += 64) __builtin_prefetch(block.next + line * Lines::kBytes + at);
       }
-      multiply_line<Lines>(block.weights + line * Lines::kBytes, x + k, stride, sums, p * kLineRegisters);
+      const char* const weights = block.weights + line * Lines::kBytes;
+      if constexpr (kIsGrouped<Lines>) {
+        multiply_group<Lines>(weights, x + k, stride, sums, p * kLineRegisters);
+      } else {
+        multiply_line<Lines>(weights, x + k, stride, sums, p * kLineRegisters);
+      }
     }
   }
 #pragma GCC unroll 12
@@ -125,15 +171,23 @@ MultiplyBlock<Lines> block_for(int64_t rows, int64_t panels, bool ahead, int64_t
     case 3: return block_of<Lines, 3, 1>(ahead);
     case 4: return block_of<Lines, 4, 1>(ahead);
     case 5: return block_of<Lines, 5, 1>(ahead);
-    case 6: return block_of<Lines, 6, 1>(ahead);
-    case 7: return block_of<Lines, 7, 1>(ahead);
-    case 8: return block_of<Lines, 8, 1>(ahead);
-    case 9: return block_of<Lines, 9, 1>(ahead);
-    case 10: return block_of<Lines, 10, 1>(ahead);
-    case 11: return block_of<Lines, 11, 1>(ahead);
 #endif
-    default: return block_of<Lines, kBlockRows, 1>(ahead);
+    default: break;
   }
+#if defined(__AVX512F__)
+  if constexpr (kBlockRows<Lines> > 6) {
+    switch (rows) {
+      case 6: return block_of<Lines, 6, 1>(ahead);
+      case 7: return block_of<Lines, 7, 1>(ahead);
+      case 8: return block_of<Lines, 8, 1>(ahead);
+      case 9: return block_of<Lines, 9, 1>(ahead);
+      case 10: return block_of<Lines, 10, 1>(ahead);
+      case 11: return block_of<Lines, 11, 1>(ahead);
+      default: break;
+    }
+  }
+#endif
+  return block_of<Lines, kBlockRows<Lines>, 1>(ahead);
 }
 
 // x * sigmoid(x). e^-x = 2^n e^r with |r| <= ln 2 / 2; both steps keep full float precision.
@@ -210,12 +264,12 @@ class VectorProduct {
 
   // Rows that fit into one block.
   void one_block(Rows x) {
-    alignas(64) float sums[kBlockRows * kPanel];
+    alignas(64) float sums[kBlockRows<Lines> * kPanel];
     for (int64_t panel = panels_.begin, taken = 1; panel < panels_.end; panel += taken) {
       const auto multiply = block_for<Lines>(x.count, panels_.end - panel, true, &taken);
       start(x, taken * kPanel, sums);
       const char* weights = line(panel, 0);
-      multiply({weights, lines_, lines_, x.data, x.stride, sums, weights + kLinesAhead * Lines::kBytes});
+      multiply({weights, lines_, lines_, x.data, x.stride, sums, weights + kLinesAhead<Lines> * Lines::kBytes});
       for (int64_t row = 0; row < x.count; ++row) {
         for (int64_t p = 0; p < taken; ++p) write(x, 0, row, panel + p, sums + (row * taken + p) * kPanel);
       }
@@ -267,7 +321,7 @@ class VectorProduct {
   // All blocks of rows times so many lines, from line `k` on. `next`: lines that the first block asks for.
   template <class Stored>
   static void multiply_lines(Rows x, int64_t k, int64_t lines, const char* weights, const char* next, float* sums) {
-    const int64_t blocks = ceil_div(x.count, kBlockRows);
+    const int64_t blocks = ceil_div(x.count, kBlockRows<Stored>);
     for (int64_t b = 0; b < blocks; ++b) {
       const Range rows = split(x.count, b, blocks);
       int64_t taken = 1;
@@ -281,16 +335,11 @@ class VectorProduct {
     if constexpr (std::is_same_v<Lines, typename Lines::Expanded>) {
       return line(panel, 0);
     } else {
+      constexpr int64_t kBytes = Lines::Expanded::kBytes;
       static thread_local Scratch scratch;
-      float* const found = scratch.array<float>(lines_ * kPanel);
-      for (int64_t k = 0; k < lines_; ++k) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kLineRegisters; ++i) {
-          const Register weights = Lines::columns(line(panel, k), i);
-          std::memcpy(found + k * kPanel + i * kRegisterLanes, &weights, sizeof weights);
-        }
-      }
-      return reinterpret_cast<const char*>(found);
+      char* const found = scratch.array<char>(lines_ * kBytes);
+      for (int64_t k = 0; k < lines_; ++k) Lines::expand(line(panel, k), found + k * kBytes);
+      return found;
     }
   }
 
@@ -308,7 +357,7 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
   const int64_t panels = panels_of(w), worth = call.rows * panels * kPanel * w.depth / kThreadWork;
   const int64_t wanted = std::min(threads, std::max<int64_t>(1, worth));
   const In* const x = static_cast<const In*>(call.x);
-  const int64_t stride = stride_of(lines_of<Lines>(w.depth));
+  const int64_t stride = stride_of<Element>(lines_of<Lines>(w.depth));
   static thread_local Scratch scratch;
   if (call.rows <= kSomeRows) {
     const Element* const ready = unconverted(x, call.x_stride, w.depth, static_cast<const Element*>(nullptr));
@@ -320,7 +369,7 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
         convert(x, call.x_stride, {0, call.rows}, w.depth, converted, stride);
         rows = {converted, stride, call.rows};
       }
-      if (call.rows <= kBlockRows) {
+      if (call.rows <= kBlockRows<Lines>) {
         product.one_block(rows);
       } else {
         product.some_rows(rows);
@@ -391,6 +440,41 @@ void quantize_panels(const Bfloat16* weight, int64_t stride, int64_t columns, in
                        std::memcpy(target, units + k, Lines::kDepth);
                      }
                    });
+}
+
+// Rows `ids` of an ungated int8 matrix; see embed_units.
+template <class Lines>
+int64_t embed_quantized(const int8_t* packed, const float* scales, int64_t columns, int64_t depth, const int64_t* ids,
+                        int64_t count, Bfloat16* out, int64_t out_stride, int64_t threads) {
+  const int64_t panel_size = lines_of<Lines>(depth) * Lines::kDepth * kPanel;
+  return embed_units(scales, columns, depth, ids, count, out, out_stride, threads, [=](int64_t id, int64_t k) {
+    const int8_t stored = packed[id / kPanel * panel_size + offset_of<Lines>(k, id % kPanel)];
+    return static_cast<int8_t>(stored ^ Lines::kTurned);
+  });
+}
+
+// Quantizes bf16 weights to four bits and packs them into panels.
+template <class Lines>
+void quantize_groups(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth, bool gated, char* packed,
+                     int64_t threads) {
+  const int64_t panels = ceil_div(columns, gated ? kPanel / 2 : kPanel), lines = lines_of<Lines>(depth);
+  parallel(threads, [&](int thread, int team) {
+    const Range range = split(panels, thread, team);
+    for (int64_t panel = range.begin; panel < range.end; ++panel) {
+      for (int64_t k = 0; k < lines; ++k) {
+        char* const line = packed + (panel * lines + k) * Lines::kBytes;
+        std::memset(line, 0, Lines::kBytes);
+        for (int64_t column = 0; column < kPanel; ++column) {
+          const int64_t row = source_row(columns, gated, panel, column);
+          if (row < 0) continue;
+          uint8_t codes[kGroup];
+          const int64_t begin = k * kGroup;
+          const Bfloat16 scale = quantize_group(weight + row * stride + begin, std::min(kGroup, depth - begin), codes);
+          Lines::put(line, column, codes, scale);
+        }
+      }
+    }
+  });
 }
 
 // Rows `ids` of an ungated packed matrix, [count, depth]. Returns 0, and writes nothing, when an id is out of range.

@@ -102,15 +102,17 @@ def test_cpu_backend_bfloat16_stays_close_to_float32(case):
     assert ours < max(1.2 * plain, 0.05)  # fewer roundings than the torch operators make
 
 
-def test_cpu_backend_int8_error_is_small(case):
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.25), ("int4", 0.5)])
+def test_cpu_backend_quantization_error_is_small(case, quantization, bound):
     needs(Arithmetic.INT8_VECTORS)
     reference, path, _ = case
     tokens = random_tokens(random.Random(3), 40)
     expected = reference_logits(reference, tokens)
-    model = load_model(path, backend=backend(dtype="bfloat16", quantization="int8"))
+    model = load_model(path, backend=backend(dtype="bfloat16", quantization=quantization))
     whole = load_model(path, backend=backend(dtype="bfloat16"))
     assert model.layers[0].down.nbytes < whole.layers[0].down.nbytes
-    assert error_of(model, tokens, expected) < 0.25 * expected.std()
+    assert model.head.nbytes < 0.6 * whole.head.nbytes
+    assert error_of(model, tokens, expected) < bound * expected.std()
 
 
 def error_of(model, tokens, expected):

@@ -6,17 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from engine.kernels.cpu import build
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, best_arithmetic, supports
-from engine.kernels.cpu.library import CpuFeatures, load_kernels
+from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
 from tests.support.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
 ALL = tuple(Arithmetic)
-WHOLE = tuple(arithmetic for arithmetic in Arithmetic if not arithmetic.is_quantized)
-QUANTIZED = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.is_quantized)
+EIGHT_BITS = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.has_column_scales)
+QUANTIZED = (*EIGHT_BITS, Arithmetic.INT4)
+WHOLE = tuple(arithmetic for arithmetic in Arithmetic if arithmetic not in QUANTIZED)
+GROUP = 32
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,43 @@ def quantized(values):
     return (values.double() / scale).round() * scale
 
 
-def expected(arithmetic, x, weight, bias, epilogue, old):
-    if arithmetic.is_quantized:
+def in_groups(values):
+    """`[rows, groups, 32]` in double, the last group filled with zeros."""
+    return F.pad(values.double(), (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def grouped_rows(x):
+    """Rows in units of each group's largest magnitude over 127, as numbers of the original scale."""
+    groups = in_groups(x)
+    scale = (groups.abs().amax(dim=2, keepdim=True) / 127).clamp_min(1e-32)
+    return ((groups / scale).round() * scale).flatten(1)[:, : x.shape[1]]
+
+
+def four_bit_candidates(weight):
+    """Each group in four bits by each scale that is tried, as numbers, and its squared error; `[scales, rows, groups]`.
+
+    Double instead of float: the best two may change places where their errors are nearly the same.
+    """
+    groups = in_groups(weight)
+    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    scale = torch.stack([(extreme / -n).bfloat16().double() for n in torch.arange(9.0, 5.9, -0.25)])
+    inverse = torch.where(scale.abs() > 1e-30, 1 / scale, 0.0)
+    values = (groups * inverse).clamp(-8, 7).round() * scale
+    return values, (values - groups).square().sum(dim=3)
+
+
+def stored_int4(library, weight):
+    """What a packed matrix multiplies by, from products with single ones."""
+    linear = pack(library, Arithmetic.INT4, weight, epilogue=Epilogue.STORE_FLOAT32)
+    out = torch.empty(weight.shape[1], weight.shape[0])
+    linear(torch.eye(weight.shape[1]).bfloat16(), out)
+    return out.T.double()
+
+
+def expected(arithmetic, x, weight, bias, epilogue, old, library):
+    if arithmetic is Arithmetic.INT4:
+        x, weight = grouped_rows(x), stored_int4(library, weight)
+    elif arithmetic in QUANTIZED:
         x, weight = quantized(x), quantized(weight)
     product = x.double() @ weight.double().T
     if bias is not None:
@@ -55,7 +93,7 @@ def assert_near(result, reference, arithmetic, depth):
         tolerance = 2e-7 * depth**0.5
     else:
         tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-4
-    if arithmetic.is_quantized:
+    if arithmetic in QUANTIZED:
         tolerance += 1e-2  # a half may round either way in float and in double
     assert (result.double() - reference).abs().max() <= tolerance * (1 + reference.abs().max())
 
@@ -75,7 +113,7 @@ def test_cpu_gemm_products_equal_torch(library, arithmetic, epilogue):
             old = torch.randn(num_rows, linear.columns, generator=generator).to(linear.out_dtype)
             out = old.clone()
             linear(x, out)
-            assert_near(out, expected(arithmetic, x, weight, bias, epilogue, old), arithmetic, depth)
+            assert_near(out, expected(arithmetic, x, weight, bias, epilogue, old, library), arithmetic, depth)
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
@@ -121,7 +159,7 @@ def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, 
     out = wide_out[:num_rows, :columns]
     linear(x, out)
     if num_rows:
-        assert_near(out, expected(arithmetic, x, weight, None, Epilogue.STORE, out), arithmetic, depth)
+        assert_near(out, expected(arithmetic, x, weight, None, Epilogue.STORE, out, library), arithmetic, depth)
     assert (wide_out[:, columns:] == 7).all()
     assert (wide_out[num_rows] == 7).all()
 
@@ -162,7 +200,7 @@ def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
     assert out[[row for row in range(num_rows) if row != 1]].isfinite().all()
 
 
-@pytest.mark.parametrize("arithmetic", QUANTIZED)
+@pytest.mark.parametrize("arithmetic", EIGHT_BITS)
 @pytest.mark.parametrize("num_rows", [1, 7, 20, 70])
 def test_cpu_gemm_int8_products_are_the_same_bits_everywhere(library, arithmetic, num_rows):
     """Sums are exact, and every kind of processor rounds as this reference does."""
@@ -200,8 +238,58 @@ def test_cpu_gemm_int8_without_dot_products_gives_the_same_bits(library, epilogu
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("depth", [64, 45, 300])
+def test_cpu_gemm_int4_stores_what_loses_least(library, depth):
+    weight = torch.randn(70, depth, generator=torch.Generator().manual_seed(depth)).bfloat16()
+    weight[3, :40] = 0
+    weight[4, 7] = 30.0
+    values, errors = four_bit_candidates(weight)
+    stored = in_groups(stored_int4(library, weight))
+    matches = (stored - values).abs().amax(dim=3) <= 1e-6 * values.abs().amax(dim=(0, 3))
+    assert matches.any(dim=0).all()  # every group is one of the candidates, and none loses more than the best
+    lost = (stored - in_groups(weight)).square().sum(dim=2)
+    assert (lost <= errors.amin(dim=0) * (1 + 1e-5) + 1e-12).all()
+    nearest_max = errors[4].sum()  # by the largest value alone, which is -8
+    assert lost.sum() < 0.95 * nearest_max
+
+
+def test_cpu_gemm_int4_takes_9_bits_for_two_weights(library):
+    weight = torch.randn(256, 1024).bfloat16()
+    assert pack(library, Arithmetic.INT4, weight).nbytes == weight.numel() * 9 / 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx512vnni"])
+def test_cpu_gemm_int4_gives_the_same_bits_with_fewer_instructions(library, flag, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
+    other = KernelLibrary(build.build(tmp_path))
+    generator = torch.Generator().manual_seed(1)
+    for columns, depth in SHAPES:
+        weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).bfloat16()
+        bias = torch.randn(columns, generator=generator).bfloat16()
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, depth, generator=generator).bfloat16()
+            for epilogue in Epilogue:
+                results = []
+                for one in (library, other):
+                    linear = pack(one, Arithmetic.INT4, weight, bias, epilogue)
+                    results.append(torch.ones(num_rows, linear.columns).to(linear.out_dtype))
+                    linear(x, results[-1])
+                assert torch.equal(*results), (columns, depth, num_rows, epilogue)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_cpu_gemm_int4_weight_that_is_not_finite_shows(library, bad):
+    weight = torch.randn(40, 64).bfloat16()
+    weight[5, 40] = bad
+    out = torch.empty(2, 40, dtype=torch.bfloat16)
+    pack(library, Arithmetic.INT4, weight)(torch.randn(2, 64).bfloat16(), out)
+    assert not out[:, 5].isfinite().any()
+    assert out[:, [column for column in range(40) if column != 5]].isfinite().all()
+
+
 @pytest.mark.parametrize("arithmetic", QUANTIZED)
-def test_cpu_gemm_int8_zero_rows_and_weights_stay_zero(library, arithmetic):
+def test_cpu_gemm_quantized_zero_rows_and_weights_stay_zero(library, arithmetic):
     needs(arithmetic)
     weight = torch.randn(40, 64).bfloat16()
     weight[3] = 0
@@ -232,8 +320,35 @@ def test_cpu_gemm_packed_head_returns_embeddings(library, arithmetic, depth):
     assert torch.equal(out, weight[ids])
 
 
+@pytest.mark.parametrize("arithmetic", EIGHT_BITS)
+@pytest.mark.parametrize("depth", [64, 71, 1, 130])
+def test_cpu_gemm_int8_head_returns_its_own_rows(library, arithmetic, depth):
+    """Those of AMX are laid out by code that every processor runs, so they are read here without its instructions."""
+    weight = torch.randn(101, depth).bfloat16()
+    name, panels = arithmetic.value, 4
+    packed = torch.empty(library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, depth), dtype=torch.uint8)
+    scales = torch.empty(panels * 32)
+    library.function(f"tandem_{name}_pack", "piiiippi")(
+        weight.data_ptr(), depth, 101, depth, 0, packed.data_ptr(), scales.data_ptr(), 2
+    )
+    ids = torch.tensor([0, 100, 31, 32, 33, 15, 16, 0, 99])
+    out = torch.full((len(ids), depth + 3), 7.0).bfloat16()
+    embed = library.function(f"tandem_{name}_embed", "ppiipipii", "i")
+    rest = (101, depth, ids.data_ptr(), len(ids), out.data_ptr(), depth + 3, 2)
+    assert embed(packed.data_ptr(), scales.data_ptr(), *rest) == 1
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    units = (weight.float() * torch.div(torch.full_like(largest, 127), largest)).round()
+    assert torch.equal(out[:, :depth], (units * (largest / 127)).bfloat16()[ids])
+    assert (out[:, depth:] == 7).all()
+    ids[4] = 101
+    assert embed(packed.data_ptr(), scales.data_ptr(), *rest) == 0
+
+
 def test_cpu_gemm_invalid_embedding_lookup_raises(library):
     out = torch.empty(1, 64)
+    four_bits = pack(library, Arithmetic.INT4, torch.randn(64, 64).bfloat16())
+    with pytest.raises(ValueError, match="cannot be looked up"):
+        four_bits.embed(torch.tensor([0]), out.bfloat16())
     gated = pack(library, Arithmetic.FLOAT32, torch.randn(64, 64), epilogue=Epilogue.GATED)
     with pytest.raises(ValueError, match="cannot be looked up"):
         gated.embed(torch.tensor([0]), out)
@@ -293,11 +408,12 @@ def test_cpu_gemm_without_amx_is_detected():
     assert best_arithmetic(CpuFeatures.from_bits(0b1010111), torch.bfloat16) is Arithmetic.BF16
     vnni, amx = CpuFeatures.from_bits(0b0001011), CpuFeatures.from_bits(0b0111111)
     assert not supports(features, Arithmetic.INT8_DOT)
-    assert best_arithmetic(features, torch.bfloat16, quantize=True) is Arithmetic.INT8_VECTORS
-    assert best_arithmetic(vnni, torch.bfloat16, quantize=True) is Arithmetic.INT8_DOT
-    assert best_arithmetic(amx, torch.bfloat16, quantize=True) is Arithmetic.INT8
+    assert best_arithmetic(features, torch.bfloat16, quantization="int8") is Arithmetic.INT8_VECTORS
+    assert best_arithmetic(vnni, torch.bfloat16, quantization="int8") is Arithmetic.INT8_DOT
+    assert best_arithmetic(amx, torch.bfloat16, quantization="int8") is Arithmetic.INT8
+    assert best_arithmetic(features, torch.bfloat16, quantization="int4") is Arithmetic.INT4
     with pytest.raises(ValueError, match="as int8"):
-        best_arithmetic(features, torch.float32, quantize=True)
+        best_arithmetic(features, torch.float32, quantization="int8")
 
 
 def test_cpu_gemm_packing_adds_little_memory(library):
