@@ -106,7 +106,7 @@ class EngineParts:
         on_gpus = self.runner.model.device.type == "cuda"
         return {
             "dtype": str(self.runner.model.dtype).removeprefix("torch."),
-            **({} if self.model.weight_format is None else {"weight_format": self.model.weight_format}),
+            **({} if self.model.weight_format is None else self._weight_facts(self.model.weight_format)),
             "num_blocks": self.budget.num_blocks,
             "block_size": self.budget.block_size,
             "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,
@@ -119,6 +119,9 @@ class EngineParts:
             "memory_bytes": self.budget.limit_bytes * self.layout.tp_size,
             "offload_bytes": self.runner.blocks.host_bytes * self.layout.tp_size,
         }
+
+    def _weight_facts(self, weight_format: str) -> dict[str, Any]:
+        return {"weight_format": weight_format, "matrices_as_stored": self.runner.model.num_kept}
 
 
 Pool = Callable[[int], PoolMemory]
@@ -144,18 +147,18 @@ def assemble(
         torch.set_num_threads(num_threads)
     # Read before the weights are loaded: the budget counts them itself.
     limit_bytes = _limit_bytes(spec, device)
+    config = load_model_config(spec.model_path)
     options = BackendOptions(
         device=device,
         dtype=spec.dtype,
         kernels=spec.kernels,
-        quantization=spec.quantization,
+        quantization=_quantization(spec, config),
         kv_dtype=spec.kv_dtype,
         deterministic=spec.deterministic,
         num_threads=num_threads,
         # Only when alone: otherwise every worker would bind its threads to the same first processors.
         binds_threads=num_threads > 1 and spec.num_workers_here == 1,
     )
-    config = load_model_config(spec.model_path)
     if spec.disk_cache_path is not None:
         check_path(spec.disk_cache_path)
     backend = select_backend(options)
@@ -166,6 +169,13 @@ def assemble(
         parts = _parts(spec, config, model, ranks, limit_bytes, pool)
         undo.pop_all()
     return parts
+
+
+def _quantization(spec: EngineSpec, config: ModelSpec) -> str:
+    """See BackendOptions. A model of dense weights must not be kept from what only dense weights have."""
+    if spec.quantization != "auto":
+        return spec.quantization
+    return "none" if config.weight_format is None else "stored"
 
 
 def _open_ranks(spec: EngineSpec, config: ModelSpec, options: BackendOptions, region_module: str | None) -> Ranks:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, SecretStr
@@ -156,15 +156,23 @@ def _summary(configured: ClusterConfig, config: ClusterConfig, processes: Sequen
     dtype = served_dtype(config, processes)
     chosen = " (auto)" if configured.model.dtype == AUTO_DTYPE != dtype else ""
     table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
-    stored = next((str(p.ready["weight_format"]) for p in processes if p.ready.get("weight_format")), None)
+    stored = next((p.ready for p in processes if p.ready.get("weight_format")), None)
     if stored is not None:
-        table.add_row("weights", Text(f"restored to {dtype} from {stored}"))
+        table.add_row("weights", Text(_weights(stored, dtype)))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
     pools = {"prefill": config.prefill, "decode": config.decode}
     counts = [f"{pool.replicas} {name}{_ranks(pool)}" for name, pool in pools.items()]
     table.add_row("pools", Text(f"{' + '.join(counts)}, KV by {config.transfer.transport}"))
     return table
+
+
+def _weights(ready: Mapping[str, Any], dtype: str) -> str:
+    """What a quantized checkpoint's weights have become."""
+    name, kept = ready["weight_format"], ready.get("matrices_as_stored", 0)
+    if not kept:
+        return f"restored to {dtype} from {name}"
+    return f"{name}; {kept} matrices are multiplied as stored, others restored to {dtype}"
 
 
 def _ranks(pool: PoolConfig) -> str:

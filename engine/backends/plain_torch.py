@@ -6,6 +6,7 @@ from torch import Tensor
 from engine.backends.thread_priority import lower_thread_priority
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.backend import Projection, ProjectionRole, RecordableModel
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, as_tensor
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
 from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
@@ -42,14 +43,17 @@ class TorchBackend:
         self.device = torch.device(device)
         self.dtype = dtype
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Linear:
-        return Linear(weight, bias)
+    def keeps(self, matrix: StoredMatrix) -> bool:
+        return False
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> DeferredProjection:
+    def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Linear:
+        return Linear(as_tensor(weight), bias)
+
+    def closing(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> DeferredProjection:
         return DeferredProjection(self.projection(weight, bias, role))
 
-    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> GatedLinear:
-        return GatedLinear(weight, bias, activation)
+    def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> GatedLinear:
+        return GatedLinear(as_tensor(weight), bias, activation)
 
     def head(self, weight: Tensor) -> HeadLinear:
         return HeadLinear(weight)

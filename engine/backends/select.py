@@ -34,7 +34,8 @@ def select_backend(options: BackendOptions) -> Backend:
         if not isinstance(found, str):
             return found
         reason = found
-    for name, wanted in (("deterministic", options.deterministic), ("quantization", options.quantization != "none")):
+    quantizes = options.quantization not in ("none", "stored")
+    for name, wanted in (("deterministic", options.deterministic), ("quantization", quantizes)):
         if wanted:
             raise ConfigError(f"engine.{name} needs compiled kernels, and there are none: {reason}")
     if options.kernels != "torch":

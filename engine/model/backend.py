@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionPlan, AttentionSpec
 from engine.model.layers.norm import RowNorm
 from engine.model.spec import Activation, ModelSpec, NormKind, NormSpec
@@ -162,15 +163,19 @@ class Backend(Protocol):
         """Dtype of hidden states."""
         ...
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
+    def keeps(self, matrix: StoredMatrix) -> bool:
+        """Whether projections take this matrix as it is stored; of others they want the restored values."""
+        ...
+
+    def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Projection:
         """Make `x @ weight.T + bias` of `[out_features, in_features]`; the backend may keep or drop `weight`."""
         ...
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
+    def closing(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Closing:
         """Make a projection as above, whose product is added to the residual stream."""
         ...
 
-    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
+    def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
         """Make `activation(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many
         columns.
 

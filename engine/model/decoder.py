@@ -62,11 +62,15 @@ class Decoder:
         backend: Backend,
         fingerprint: str,
         group: ParallelGroup,
+        num_kept: int = 0,
     ) -> None:
-        """`group`: the ranks that share the model; each has a decoder with its part of the weights."""
+        """`group`: the ranks that share the model; each has a decoder with its part of the weights. `num_kept`:
+        matrices that are multiplied as a quantized checkpoint stores them.
+        """
         self.config = config
         self.backend = backend
         self.fingerprint = fingerprint
+        self.num_kept = num_kept
         self._group = group
         self.embedding = weights.embedding
         self.layers = tuple(weights.layers)

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoints.sources import TensorSource, open_source
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, stack
 from engine.model.config import load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
@@ -52,6 +53,8 @@ def load_model(
         if is_first and (summary := source.summary) is not None:
             _log.info("%s", summary)
         model = build_model(config, source, backend=backend, progress=progress, group=group)
+    if is_first and model.num_kept:
+        _log.info("%d of these matrices are multiplied as they are stored", model.num_kept)
     return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
 
@@ -93,6 +96,7 @@ class _Loader:
         self._progress = progress
         self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
+        self._num_kept = 0
         self._table = parameter_table(config)
         parts = (part for parts in self._table.values() for part in parts if self._shard.holds(part))
         self._num_values = sum(prod(self._local_shape(part)) for part in parts)
@@ -104,7 +108,14 @@ class _Loader:
         layers = [self._layer(i, layer) for i, layer in enumerate(config.layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("norm"), head=head)
         fingerprint = self._source.fingerprint(config)
-        return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint, group=self._group)
+        return Decoder(
+            self._shard.config,
+            weights,
+            backend=backend,
+            fingerprint=fingerprint,
+            group=self._group,
+            num_kept=self._num_kept,
+        )
 
     def _embedding_and_head(self) -> tuple[Embedding, Projection]:
         table = self._vocabulary("embedding")
@@ -181,12 +192,32 @@ class _Loader:
         norm, row = self._config.norm, self._fill(norm_key + ".weight")[None]
         return NormedClosing(whole, self._backend.row_norm(row, norm.eps, norm.kind))
 
-    def _matrix(self, key: str) -> tuple[Tensor, Tensor | None]:
+    def _matrix(self, key: str) -> tuple[Weight, Tensor | None]:
         """Weight and bias of stacked projections; no bias where only another rank adds it."""
         biases = self._table.get(key + ".bias", ())
         has_bias = any(self._shard.holds(part) for part in biases)
         bias = self._fill(key + ".bias") if has_bias else None
-        return self._fill(key + ".weight"), bias
+        stored = self._kept(key + ".weight")
+        return (self._fill(key + ".weight") if stored is None else stored), bias
+
+    def _kept(self, key: str) -> StoredMatrix | None:
+        """This rank's stored parts as one matrix, if the backend keeps it so."""
+        parts = [part for part in self._table[key] if self._shard.holds(part)]
+        if not all(part.is_as_stored for part in parts):
+            return None
+        found = []
+        for part in parts:
+            matrix = self._source.matrix(part.name, self._shard.slice(part))
+            if matrix is None:
+                return None
+            found.append(matrix)
+        whole = stack(found)
+        if not self._backend.keeps(whole):
+            return None
+        for part in parts:
+            self._advance(prod(self._local_shape(part)))
+        self._num_kept += len(parts)
+        return whole
 
     def _norm(self, key: str) -> Norm:
         if key + ".weight" not in self._table:
@@ -244,7 +275,10 @@ class _Loader:
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise ConfigError(f"checkpoint: {part.name} has values that are not finite in {self._backend.dtype}")
         self._source.forget(part.name)
-        self._done += target.numel()
+        self._advance(target.numel())
+
+    def _advance(self, num_values: int) -> None:
+        self._done += num_values
         if self._progress is not None:
             self._progress(self._done, self._num_values)
 

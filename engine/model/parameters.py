@@ -58,6 +58,11 @@ class StoredPart:
     is_added_once: bool = False
     """A bias that follows a sum over the ranks: only rank 0 has it."""
 
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether kernels compute with the very rows and values that are stored."""
+        return self.order is None and self.offset == 0.0 and self.factor == 1.0
+
 
 Parts = tuple[StoredPart, ...]
 

@@ -109,10 +109,12 @@ class EngineSection(PinnedShares):
     """CPU threads of each rank for tensor operations. null: the cores divided by the ranks of all workers."""
     kernels: Literal["auto", "torch"] = "auto"
     """`auto`: compiled kernels (C++ on a CPU, Triton on CUDA) where available, with a log line where not."""
-    quantization: Literal["none", "int8", "int4"] = "none"
-    """How matrices are stored and multiplied on CPUs. `int8`: weights in eight bits by output column, inputs by row.
-    `int4`: the layers' weights in four bits by groups of 32, inputs in eight bits by the same groups; the head as with
-    `int8`. See docs/extend/measurements.md for the loss of accuracy."""
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    """How matrices are stored and multiplied. `auto`: as a quantized checkpoint has them where a CPU has kernels for it
+    and `model.dtype` is bfloat16 (docs/use/models.md), else restored; `none`: restored. On CPUs only, for float
+    weights: `int8`: weights in eight bits by output column, inputs by row; `int4`: the layers' weights in four bits by
+    groups of 32, inputs in eight bits by the same groups, the head as with `int8`.
+    See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
     See docs/extend/measurements.md for the loss of accuracy."""

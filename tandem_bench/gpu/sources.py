@@ -36,6 +36,8 @@ class RandomSource:
         whole = random_tensor(self._shape, name, size, seed=self._seed, dtype=self._dtype, device=self._device)
         return whole if part is None else whole.narrow(part.dim, part.begin, part.end - part.begin)
 
+    def matrix(self, name: str, part: TensorSlice | None = None) -> None: ...
+
     def forget(self, name: str) -> None: ...
 
     def fingerprint(self, config: ModelSpec) -> str:
@@ -59,6 +61,8 @@ class HeldSource:
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         whole = self._tensors[name].detach()
         return whole if part is None else whole.narrow(part.dim, part.begin, part.end - part.begin)
+
+    def matrix(self, name: str, part: TensorSlice | None = None) -> None: ...
 
     def forget(self, name: str) -> None:
         """Do nothing, as the tensors belong to someone else."""

@@ -24,6 +24,7 @@ from engine.kernels.cpu.gemm import (
     PackedLinear,
     Tiles,
     best_arithmetic,
+    stored_arithmetic,
     whole_tiles,
 )
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
@@ -32,6 +33,7 @@ from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.backend import Closing, Embedding, Norm, Projection, ProjectionRole, RecordableModel, StepGraphs
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.norm import RowNorm
 from engine.model.layers.torch_attention import TorchAttention
@@ -171,7 +173,8 @@ class CpuBackend:
         self._threads = options.num_threads
         self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
-        quantization = options.quantization
+        self._keeps_stored = options.quantization == "stored" and self.dtype is torch.bfloat16
+        quantization = "none" if options.quantization == "stored" else options.quantization
         if quantization != "none" and self.dtype is not torch.bfloat16:
             raise KernelsUnavailable(
                 f"{quantization} projections work on bfloat16 activations: set model.dtype to bfloat16"
@@ -188,23 +191,25 @@ class CpuBackend:
         if quantization != "none":
             self.name += f"-{quantization}"
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
+    def keeps(self, matrix: StoredMatrix) -> bool:
+        return self._keeps_stored and stored_arithmetic(self._library.features, matrix) is not None
+
+    def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Projection:
         taken = self._input_tiles(weight, role)
-        linear = self._pack(weight, bias, self._arithmetic, Epilogue.STORE, taken)
+        linear = self._pack_layer(weight, bias, Epilogue.STORE, taken)
         # Only rows of QKV: results to be added to the residual stream must be contiguous, to be sent to other ranks.
         padding = _row_padding(linear.out_dtype) if role is ProjectionRole.QKV else 0
         return BufferedProjection(linear, self._buffers, role.value, padding=padding)
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
+    def closing(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Closing:
         taken = self._input_tiles(weight, role)
-        return AddedProjection(self._pack(weight, bias, self._arithmetic, Epilogue.ADD, taken))
+        return AddedProjection(self._pack_layer(weight, bias, Epilogue.ADD, taken))
 
-    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
+    def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
         given = self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
         if activation is Activation.GELU_TANH:
-            stacked = self._pack(
-                weight, bias, self._arithmetic, Epilogue.STORE, self._tiles(weight.shape[1], Tiles.INPUT)
-            )
+            taken = self._tiles(weight.shape[1], Tiles.INPUT)
+            stacked = self._pack_layer(weight, bias, Epilogue.STORE, taken)
             projection = BufferedProjection(stacked, self._buffers, "stacked")
             return GeluGated(
                 projection,
@@ -214,7 +219,7 @@ class CpuBackend:
                 padding=_row_padding(stacked.out_dtype),
             )
         handed = self._tiles(weight.shape[1], Tiles.INPUT) | given
-        linear = self._pack(weight, bias, self._arithmetic, Epilogue.GATED, handed)
+        linear = self._pack_layer(weight, bias, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
     def head(self, weight: Tensor) -> Projection:
@@ -283,8 +288,12 @@ class CpuBackend:
         taken = self._tiles(weight.shape[1], Tiles.INPUT)
         return self._pack(weight, None, self._head_arithmetic, Epilogue.STORE_FLOAT32, taken)
 
+    def _pack_layer(self, weight: Weight, bias: Tensor | None, epilogue: Epilogue, tiles: Tiles) -> PackedLinear:
+        stored = None if isinstance(weight, Tensor) else stored_arithmetic(self._library.features, weight)
+        return self._pack(weight, bias, stored or self._arithmetic, epilogue, tiles)
+
     def _pack(
-        self, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, epilogue: Epilogue, tiles: Tiles
+        self, weight: Weight, bias: Tensor | None, arithmetic: Arithmetic, epilogue: Epilogue, tiles: Tiles
     ) -> PackedLinear:
         return PackedLinear(
             self._library,
@@ -296,13 +305,13 @@ class CpuBackend:
             num_threads=self._threads,
         )
 
-    def _input_tiles(self, weight: Tensor, role: ProjectionRole) -> Tiles:
+    def _input_tiles(self, weight: Weight, role: ProjectionRole) -> Tiles:
         """Tiles that a projection is given: norms and gates write them, attention does not."""
         return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
-        """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, no quantization; else none."""
-        can = self._arithmetic is Arithmetic.BF16
+        """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, all matrices in bf16; else none."""
+        can = self._arithmetic is Arithmetic.BF16 and not self._keeps_stored
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
 

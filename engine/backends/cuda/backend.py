@@ -22,6 +22,7 @@ from engine.kernels.triton.sampling import TritonSampling, compile_for
 from engine.kernels.triton.tuning import FewRowsLaunch, LaunchTable, OneRowLaunch, load_table
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.backend import Projection, ProjectionRole, RecordableModel, StepGraphs
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, as_tensor
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
 from engine.model.layers.linear import TokenEmbedding, gate_values
@@ -203,8 +204,8 @@ class CudaBackend:
     """Implements engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
 
     def __init__(self, options: BackendOptions) -> None:
-        """Raises ConfigError for a quantization other than none."""
-        if options.quantization != "none":
+        """Raises ConfigError for a quantization."""
+        if options.quantization not in ("none", "stored"):
             raise ConfigError(f"engine.quantization {options.quantization!r:.40} is for the CPU kernels")
         self.name = "triton-deterministic" if options.deterministic else "triton"
         self.device = options.device
@@ -218,14 +219,17 @@ class CudaBackend:
         self._block_size = 0
         self._products = _Products(self._table, dtype=self.dtype, deterministic=options.deterministic, pdl=self._pdl)
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
-        return CudaProjection(weight, bias, self._products)
+    def keeps(self, matrix: StoredMatrix) -> bool:
+        return False
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaClosing:
-        return CudaClosing(weight, bias, self._products)
+    def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
+        return CudaProjection(as_tensor(weight), bias, self._products)
 
-    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> CudaGated:
-        return CudaGated(weight, bias, self._products, activation)
+    def closing(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> CudaClosing:
+        return CudaClosing(as_tensor(weight), bias, self._products)
+
+    def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> CudaGated:
+        return CudaGated(as_tensor(weight), bias, self._products, activation)
 
     def head(self, weight: Tensor) -> CudaProjection:
         return CudaProjection(weight, None, self._products, torch.float32)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.library import CpuFeatures, KernelLibrary
+from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix, StoredMatrix, Weight, as_tensor
 
 PANEL = 32
 """Output columns packed, and computed, together; csrc/linear.h: kPanel."""
@@ -25,6 +26,11 @@ CACHE_LINE_BYTES = 64
 FEW_ROWS = 32
 TILE_ROWS = 16
 TILE_COLUMNS = 32
+
+# csrc/lines.h: kGroup; the code of four bits that stands for zero, and the largest that a byte holds
+_GROUP = 32
+_CENTRE = 8
+_MAX_ZERO = 255
 
 
 class Epilogue(IntEnum):
@@ -47,7 +53,8 @@ class Arithmetic(Enum):
     INT8_DOT = "int8_dot"  # by AVX-512's dot product of four: the same bits as on AMX
     INT8_VECTORS = "int8_vectors"  # as short integers; the same bits where there is AVX-512, but for infinite inputs
     # Weights in groups of 32 of the depth, inputs in eight bits by the same groups; bf16 in and out.
-    INT4 = "int4"
+    INT4 = "int4"  # around zero
+    INT4_ZEROS = "int4_zeros"  # each group around a code of its own: only weights that are stored so
     FLOAT32 = "f32"
 
     @property
@@ -96,7 +103,7 @@ class PackedLinear:
     def __init__(
         self,
         library: KernelLibrary,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         arithmetic: Arithmetic,
@@ -105,6 +112,7 @@ class PackedLinear:
         num_threads: int = 1,
     ) -> None:
         """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` has as many elements.
+        A stored weight is one of which `stored_arithmetic` says `arithmetic`.
 
         Raises KernelsUnavailable when the processor lacks the instructions for `arithmetic`, ValueError for a weight or
         bias of another kind.
@@ -112,16 +120,17 @@ class PackedLinear:
         self.arithmetic = arithmetic
         if not supports(library.features, arithmetic):
             raise KernelsUnavailable(f"the processor has no instructions for {arithmetic.value} projections")
-        if weight.dtype is not arithmetic.dtype:
-            raise ValueError(f"{weight.dtype} weights cannot be packed for {arithmetic.value}")
+        if not _fits(library.features, weight, arithmetic):
+            kind = weight.dtype if isinstance(weight, Tensor) else "stored"
+            raise ValueError(f"{kind} weights cannot be packed for {arithmetic.value}")
         gated = epilogue is Epilogue.GATED
         _check_weight(weight, bias, gated=gated)
         self.columns = weight.shape[0] // 2 if gated else weight.shape[0]
         self.depth = weight.shape[1]
         self._tiles = tiles
         self._check_tiles(gated=gated)
-        self.dtype = weight.dtype
-        self.out_dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT32 else weight.dtype
+        self.dtype = arithmetic.dtype
+        self.out_dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT32 else self.dtype
         self.num_threads = num_threads
         panels = -(-self.columns // (PANEL // 2 if gated else PANEL))
         self._bias = None if bias is None else _packed_bias(bias, panels, gated=gated)
@@ -140,7 +149,7 @@ class PackedLinear:
         self._reference = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
-        embeds = arithmetic is not Arithmetic.INT4 and not gated
+        embeds = arithmetic not in (Arithmetic.INT4, Arithmetic.INT4_ZEROS) and not gated
         signature = "piipipii" if self._scales is None else "ppiipipii"
         self._embed = library.function(f"tandem_{name}_embed", signature, "i") if embeds else None
 
@@ -201,9 +210,39 @@ class PackedLinear:
         if any(size % TILE_COLUMNS for size in sizes):
             raise ValueError(f"tiles hold whole {TILE_COLUMNS} elements of a row, not {sizes}")
 
-    def _pack(self, library: KernelLibrary, weight: Tensor, panels: int, *, gated: bool) -> Tensor:
+    def _pack(self, library: KernelLibrary, weight: Weight, panels: int, *, gated: bool) -> Tensor:
         name = self.arithmetic.value
         packed = huge_bytes(library, library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, self.depth))
+        if isinstance(weight, Int8Matrix):
+            assert self._scales is not None  # noqa: S101  # narrows: of int8
+            codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
+            library.function(f"tandem_{name}_pack_stored", "ppiiippi")(
+                codes.data_ptr(),
+                scale.data_ptr(),
+                self.columns,
+                self.depth,
+                int(gated),
+                packed.data_ptr(),
+                self._scales.data_ptr(),
+                self.num_threads,
+            )
+            return packed
+        if isinstance(weight, GroupIntMatrix):
+            codes, scale = weight.codes.contiguous(), weight.scale.half().contiguous()
+            zero = weight.zero.to(torch.uint8).contiguous()
+            library.function("tandem_int4_pack_stored", "pppiiiipi")(
+                codes.data_ptr(),
+                scale.data_ptr(),
+                zero.data_ptr() if self.arithmetic is Arithmetic.INT4_ZEROS else 0,
+                min(weight.group_size, self.depth),
+                self.columns,
+                self.depth,
+                int(gated),
+                packed.data_ptr(),
+                self.num_threads,
+            )
+            return packed
+        weight = as_tensor(weight)
         source = (weight.data_ptr(), weight.stride(0), self.columns, self.depth, int(gated), packed.data_ptr())
         if self._scales is None:
             library.function(f"tandem_{name}_pack", "piiiipi")(*source, self.num_threads)
@@ -247,8 +286,38 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
             return features.avx2
 
 
-def _check_weight(weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
-    if weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu":
+def stored_arithmetic(features: CpuFeatures, matrix: StoredMatrix) -> Arithmetic | None:
+    """What multiplies a stored matrix by its very codes and scales; None where nothing does.
+
+    Signed bytes by row that are meant for rounded inputs. Codes of four bits in groups of whole multiples of 32, by
+    runs of columns, with zeros of at most 255 and scales that half precision holds.
+    """
+    if isinstance(matrix, Int8Matrix):
+        return best_arithmetic(features, torch.bfloat16, quantization="int8") if matrix.rounds_inputs else None
+    if not isinstance(matrix, GroupIntMatrix) or matrix.bits != 4:
+        return None
+    if matrix.offset is not None or matrix.group_of_column is not None:
+        return None
+    if matrix.group_size % _GROUP and matrix.group_size < matrix.num_columns:
+        return None
+    low, high = torch.aminmax(matrix.zero)
+    if low < 0 or high > _MAX_ZERO or not torch.equal(matrix.scale.half().float(), matrix.scale.float()):
+        return None
+    return Arithmetic.INT4 if low == high == _CENTRE else Arithmetic.INT4_ZEROS
+
+
+def _fits(features: CpuFeatures, weight: Weight, arithmetic: Arithmetic) -> bool:
+    if isinstance(weight, Tensor):
+        return weight.dtype is arithmetic.dtype and arithmetic is not Arithmetic.INT4_ZEROS
+    if isinstance(weight, Int8Matrix):
+        return arithmetic.has_column_scales
+    return stored_arithmetic(features, weight) is arithmetic
+
+
+def _check_weight(weight: Weight, bias: Tensor | None, *, gated: bool) -> None:
+    if isinstance(weight, Tensor) and (
+        weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu"
+    ):
         raise ValueError(
             f"a weight to pack must have contiguous rows on the CPU, got {tuple(weight.shape)}, {weight.stride()}"
         )

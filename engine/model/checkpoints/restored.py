@@ -75,8 +75,14 @@ class RestoredCheckpoint:
         for part, spec in self._parts[name].items():
             self._checkpoint.require_stored(self._stored(name, part), spec.dtypes, spec.shapes)
 
-    def matrix(self, name: str) -> StoredMatrix:
-        """The matrix as it is stored, which may view the mapped file. Raises ConfigError, naming a damaged tensor."""
+    def matrix(self, name: str, part: TensorSlice | None = None) -> StoredMatrix | None:
+        """See TensorSource. Raises ConfigError, naming a damaged tensor."""
+        if name not in self._parts:
+            return None
+        matrix = self._whole(name)
+        return matrix if part is None else matrix.part(part)
+
+    def _whole(self, name: str) -> StoredMatrix:
         tensors = {}
         for part, spec in self._parts[name].items():
             stored = self._stored(name, part)
@@ -89,13 +95,8 @@ class RestoredCheckpoint:
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of it; of a matrix in parts, only that part is restored. Raises ConfigError."""
-        if name not in self._parts:
-            return self._checkpoint.tensor(name, part)
-        matrix = self.matrix(name)
-        if part is not None:
-            cut = matrix.columns if part.dim else matrix.rows
-            matrix = cut(part.begin, part.end)
-        return matrix.dequantized(self._dtype)
+        matrix = self.matrix(name, part)
+        return self._checkpoint.tensor(name, part) if matrix is None else matrix.dequantized(self._dtype)
 
     def forget(self, name: str) -> None:
         """Release a tensor that has been copied."""

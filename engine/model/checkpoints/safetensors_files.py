@@ -165,6 +165,9 @@ class Checkpoint:
         file, entry = self._by_name[name]
         return file.tensor(entry, part)
 
+    def matrix(self, name: str, part: TensorSlice | None = None) -> None:
+        """Return None: everything is dense; see TensorSource."""
+
     def forget(self, name: str) -> None:
         """Release the memory of a tensor that has been copied; see SafetensorsFile."""
         file, entry = self._by_name[name]

@@ -12,6 +12,7 @@ from engine.model.checkpoints.gguf.source import GgufSource
 from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.safetensors_files import Checkpoint
+from engine.model.checkpoints.stored_matrix import StoredMatrix
 from engine.model.files import ModelDirectory
 from engine.model.shard import TensorSlice
 from engine.model.spec import ModelSpec
@@ -31,6 +32,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of its rows or columns, of any float dtype on any device; copied before the next call."""
+        ...
+
+    def matrix(self, name: str, part: TensorSlice | None = None) -> StoredMatrix | None:
+        """A matrix, or a part of it, as it is stored, which may view the mapped file; None where it is dense."""
         ...
 
     def forget(self, name: str) -> None:

@@ -8,7 +8,7 @@ kernel can read or repack them without knowing which tool wrote the file.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
 from typing import TypeVar
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.packing import pack_nibbles, unpack_nibbles
+from engine.model.shard import TensorSlice
 
 _BLOCK_VALUES = 2**20
 """Values restored at a time: a whole matrix in float32 would be memory on top of the model's."""
@@ -47,6 +48,10 @@ class StoredMatrix(ABC):
     def columns(self, begin: int, end: int) -> "StoredMatrix":
         """The part with these columns. Groups that the part cuts become smaller ones with the same values."""
 
+    def part(self, cut: TensorSlice) -> "StoredMatrix":
+        """The part with these rows or columns."""
+        return (self.columns if cut.dim else self.rows)(cut.begin, cut.end)
+
     @abstractmethod
     def restored_rows(self, begin: int, end: int) -> Tensor:
         """The values of some rows, float32 `[end - begin, columns]`."""
@@ -64,6 +69,17 @@ class StoredMatrix(ABC):
             end = min(num_rows, begin + step)
             result[begin:end] = self.restored_rows(begin, end)
         return result
+
+
+Weight = Tensor | StoredMatrix
+"""A matrix of weights as the loader hands it to a backend: its values, or what is stored where a backend keeps that."""
+
+
+def as_tensor(weight: Weight) -> Tensor:
+    """The values, in a backend that keeps no stored matrix. Raises TypeError for one."""
+    if isinstance(weight, StoredMatrix):
+        raise TypeError(f"this backend keeps no {type(weight).__name__}")
+    return weight
 
 
 def stack(parts: Sequence[StoredMatrix]) -> StoredMatrix:
@@ -116,6 +132,8 @@ class Int8Matrix(StoredMatrix):
     """int8 `[rows, columns]`."""
     scale: Tensor
     """float32 `[rows]`."""
+    rounds_inputs: bool = False
+    """Whether it was made to multiply rows that are rounded to eight bits too, each by a scale of its own."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -126,17 +144,21 @@ class Int8Matrix(StoredMatrix):
         return self.codes.nbytes + self.scale.nbytes
 
     def rows(self, begin: int, end: int) -> "Int8Matrix":
-        return Int8Matrix(codes=self.codes[begin:end], scale=self.scale[begin:end])
+        return replace(self, codes=self.codes[begin:end], scale=self.scale[begin:end])
 
     def columns(self, begin: int, end: int) -> "Int8Matrix":
-        return Int8Matrix(codes=self.codes[:, begin:end].contiguous(), scale=self.scale)
+        return replace(self, codes=self.codes[:, begin:end].contiguous())
 
     def restored_rows(self, begin: int, end: int) -> Tensor:
         return self.codes[begin:end].float() * self.scale[begin:end, None]
 
     def _joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix:
         parts = _same(self, others)
-        return Int8Matrix(codes=torch.cat([p.codes for p in parts]), scale=torch.cat([p.scale for p in parts]))
+        return Int8Matrix(
+            codes=torch.cat([part.codes for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+            rounds_inputs=all(part.rounds_inputs for part in parts),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,12 +28,12 @@ def quantize(folder: Path) -> None:
                 continue
             rows, columns = values.shape
             groups = dense[name].view(rows, columns // GROUP, GROUP)
-            scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-6) / 7
+            scale = (groups.abs().amax(2, keepdim=True).clamp(min=1e-6) / 7).half().float()
             codes = torch.round(groups / scale).clamp(-8, 7)
             dense[name] = (codes * scale).view(rows, columns)
             packed = pack_stream(codes.view(rows, columns).to(torch.int64).numpy() + 8, 4)
             stored[f"{name}_packed"] = torch.from_numpy(packed.copy())
-            stored[f"{name}_scale"] = scale.squeeze(2).clone()
+            stored[f"{name}_scale"] = scale.squeeze(2).half()
             stored[f"{name}_shape"] = torch.tensor([rows, columns])
     config = json.loads((BUILTIN / "config.json").read_text())
     settings = {

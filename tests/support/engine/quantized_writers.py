@@ -204,13 +204,14 @@ def llm_int8(rng: np.random.Generator, rows: int, columns: int) -> Written:
     return {"weight": tensor(codes), "SCB": tensor(largest), "weight_format": format_code}, tensor(values)
 
 
-def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
+def _compressed(layout: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": group},
     }
 
 
@@ -243,6 +244,7 @@ class WrittenFormat:
 
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FORMATS: dict[str, WrittenFormat] = {
     **{
@@ -283,12 +285,15 @@ FORMATS: dict[str, WrittenFormat] = {
         packed_int,
         {"bits": 8, "group": None},
     ),
-    "w8a8": WrittenFormat(_compressed("int-quantized", **_INT8), plain_int8, {"strategy": "channel"}, "int-quantized"),
-    "w8a8-tensor": WrittenFormat(
-        _compressed("int-quantized", **_INT8 | {"strategy": "tensor"}), plain_int8, {"strategy": "tensor"}
+    "w8a8": WrittenFormat(
+        _compressed("int-quantized", _TOKENS, **_INT8), plain_int8, {"strategy": "channel"}, "int-quantized"
     ),
+    "w8a8-tensor": WrittenFormat(
+        _compressed("int-quantized", _TOKENS, **_INT8 | {"strategy": "tensor"}), plain_int8, {"strategy": "tensor"}
+    ),
+    "w8": WrittenFormat(_compressed("int-quantized", **_INT8), plain_int8, {"strategy": "channel"}),
     "w8a8-zeros": WrittenFormat(
-        _compressed("int-quantized", **_INT8 | {"symmetric": False}),
+        _compressed("int-quantized", _TOKENS, **_INT8 | {"symmetric": False}),
         plain_int8,
         {"strategy": "channel", "symmetric": False},
     ),

@@ -85,7 +85,6 @@ inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth
   quantize_rows(x, stride, rows, depth, to, to_stride, -128);
 }
 
-// Weights of four bits are stored 8 higher.
 inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth, UnitGroup* to, int64_t to_stride) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const Bfloat16* const from = x + row * stride;
@@ -98,7 +97,7 @@ inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth
       int32_t sum = 0;
       for (const int8_t unit : group->units) sum += unit;
       group->scale = scale.unit;
-      group->start = -8 * sum;
+      group->sum = sum;
     }
   }
 }

@@ -13,24 +13,34 @@ constexpr int64_t kStepDepth = 64;  // int8 elements in a tile row
 
 int64_t steps_of(int64_t depth) { return ceil_div(depth, kStepDepth); }
 
+// Row i of a tile holds elements 4i to 4i+3 of the step's 64 for each of sixteen columns, as TDPBSSD wants them.
+auto unit_placer(int8_t* packed, int64_t depth) {
+  const int64_t steps = steps_of(depth);
+  return [=](int64_t panel, int64_t column, int64_t k, const int8_t* units, int64_t) {
+    int8_t* const step = packed + (panel * steps + k / kStepDepth) * kPanel * kStepDepth;
+    int8_t* const tile = step + column / 16 * 1024 + column % 16 * 4;
+    for (int64_t i = 0; i < kStepDepth; i += 4) std::memcpy(tile + i * 16, units + i, 4);
+  };
+}
+
 }  // namespace
 
 TANDEM_EXPORT int64_t tandem_int8_packed_bytes(int64_t panels, int64_t depth) {
   return panels * steps_of(depth) * 2048;
 }
 
-// Quantizes and packs bf16 weight [columns (twice that when gated: gates, then values), depth]. Row i of a tile holds
-// elements 4i to 4i+3 of the step's 64 for each of sixteen columns, as TDPBSSD wants them. `scales` gets one per packed
-// column.
+// Quantizes and packs bf16 weight [columns (twice that when gated: gates, then values), depth]. `scales` gets one per
+// packed column.
 TANDEM_EXPORT void tandem_int8_pack(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth,
                                     int64_t gated, int8_t* packed, float* scales, int64_t threads) {
-  const int64_t steps = steps_of(depth);
-  quantize_columns(weight, stride, columns, depth, gated != 0, scales, threads,
-                   [=](int64_t panel, int64_t column, int64_t k, const int8_t* units, int64_t) {
-                     int8_t* const step = packed + (panel * steps + k / kStepDepth) * kPanel * kStepDepth;
-                     int8_t* const tile = step + column / 16 * 1024 + column % 16 * 4;
-                     for (int64_t i = 0; i < kStepDepth; i += 4) std::memcpy(tile + i * 16, units + i, 4);
-                   });
+  quantize_columns(weight, stride, columns, depth, gated != 0, scales, threads, unit_placer(packed, depth));
+}
+
+// The same of weights that are stored in eight bits.
+TANDEM_EXPORT void tandem_int8_pack_stored(const int8_t* codes, const float* stored_scales, int64_t columns,
+                                           int64_t depth, int64_t gated, int8_t* packed, float* scales,
+                                           int64_t threads) {
+  place_stored_columns(codes, stored_scales, columns, depth, gated != 0, scales, threads, unit_placer(packed, depth));
 }
 
 TANDEM_EXPORT int64_t tandem_int8_embed(const int8_t* packed, const float* scales, int64_t columns, int64_t depth,

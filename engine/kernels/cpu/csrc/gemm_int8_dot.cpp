@@ -12,7 +12,14 @@ TANDEM_EXPORT int64_t tandem_int8_dot_packed_bytes(int64_t panels, int64_t depth
 
 TANDEM_EXPORT void tandem_int8_dot_pack(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth,
                                         int64_t gated, int8_t* packed, float* scales, int64_t threads) {
-  quantize_panels<Int8Quads>(weight, stride, columns, depth, gated != 0, packed, scales, threads);
+  quantize_columns(weight, stride, columns, depth, gated != 0, scales, threads, unit_placer<Int8Quads>(packed, depth));
+}
+
+TANDEM_EXPORT void tandem_int8_dot_pack_stored(const int8_t* codes, const float* stored_scales, int64_t columns,
+                                               int64_t depth, int64_t gated, int8_t* packed, float* scales,
+                                               int64_t threads) {
+  place_stored_columns(codes, stored_scales, columns, depth, gated != 0, scales, threads,
+                       unit_placer<Int8Quads>(packed, depth));
 }
 
 TANDEM_EXPORT void tandem_int8_dot_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t rows,

@@ -30,7 +30,7 @@ constexpr int64_t kGroup = 32;  // neighbours that share a scale in four-bit wei
 struct UnitGroup {
   int8_t units[kGroup];
   float scale;
-  int32_t start;  // of a sum
+  int32_t sum;
 };
 
 // Writes the words of a line's columns as they are multiplied.
@@ -182,7 +182,7 @@ struct Int8Pairs : Int16Pairs {
 };
 #endif
 
-#if defined(__AVX2__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
+#if defined(__AVX2__) && defined(__F16C__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
 #define TANDEM_GROUP_PRODUCTS 1
 
 // Sums of a group's products in integers: the weights are unsigned, so that one instruction multiplies them by signed
@@ -227,26 +227,32 @@ struct GroupSums {
   }
 };
 
-// A line for many rows: a word of each column for every four of the depth, then the columns' scales.
+// A line for many rows: a word of each column for every four of the depth, then the columns' scales, then their zeros.
+template <bool kHasZeros>
 struct ExpandedGroups : GroupSums {
   using Expanded = ExpandedGroups;
-  static constexpr int64_t kBytes = (kQuads + 1) * kPanel * 4;
+  static constexpr int64_t kBytes = (kQuads + 1 + kHasZeros) * kPanel * 4;
 
   TANDEM_INLINE Register columns(const char* line, int quad, int i) {
     return load_register(reinterpret_cast<const float*>(line) + quad * kPanel + i * kRegisterLanes);
   }
 
   TANDEM_INLINE Register scales(const char* line, int i) { return columns(line, kQuads, i); }
+
+  TANDEM_INLINE RegisterInts zeros(const char* line, int i) {
+    if constexpr (!kHasZeros) return 8 - RegisterInts{};
+    return (RegisterInts)columns(line, kQuads + 1, i);
+  }
 };
 
-// Weights of four bits, 8 higher than they are, so that a row's sums begin 8 times the sum of its units lower. Of each
-// eight of the depth the first four are the low halves of a column's word, the others the high ones. Behind them are
-// the columns' scales in bf16, in the order in which Bfloat16Lines keeps columns.
+// Weights of four bits as they are stored: unsigned codes, and for each column a scale in half precision and the code
+// that stands for zero, which is 8 unless there are zeros. Of each eight of the depth the first four are the low halves
+// of a column's word, the others the high ones.
+template <bool kHasZeros>
 struct Int4Groups : GroupSums {
-  using Expanded = ExpandedGroups;
-  using Stored = char;
-  static constexpr int64_t kCodeBytes = kPanel * kGroup / 2;
-  static constexpr int64_t kBytes = kCodeBytes + kPanel * 2;
+  using Expanded = ExpandedGroups<kHasZeros>;
+  static constexpr int64_t kScalesAt = kPanel * kGroup / 2, kZerosAt = kScalesAt + kPanel * 2;
+  static constexpr int64_t kBytes = kZerosAt + (kHasZeros ? kPanel : 0);
 
   TANDEM_INLINE Register columns(const char* line, int quad, int i) {
     RegisterBits words;
@@ -254,24 +260,38 @@ struct Int4Groups : GroupSums {
     return (Register)((quad % 2 ? words >> 4 : words) & 0x0f0f0f0fu);
   }
 
-  TANDEM_INLINE Register scales(const char* line, int i) { return Bfloat16Lines::columns(line + kCodeBytes, i); }
-
-  static void expand(const char* line, char* to) {
-    for (int quad = 0; quad <= kQuads; ++quad) {
-      for (int i = 0; i < kLineRegisters; ++i, to += TANDEM_REGISTER_BYTES) {
-        const Register found = quad < kQuads ? columns(line, quad, i) : scales(line, i);
-        std::memcpy(to, &found, sizeof found);
-      }
-    }
+  TANDEM_INLINE Register scales(const char* line, int i) {
+    return load_register(reinterpret_cast<const Float16*>(line + kScalesAt) + i * kRegisterLanes);
   }
 
-  // Puts a column's codes and scale into a line of zeros.
-  static void put(char* line, int64_t column, const uint8_t* codes, Bfloat16 scale) {
+  TANDEM_INLINE RegisterInts zeros(const char* line, int i) {
+    if constexpr (!kHasZeros) return 8 - RegisterInts{};
+    typedef uint8_t Bytes __attribute__((vector_size(kRegisterLanes)));
+    Bytes found;
+    std::memcpy(&found, line + kZerosAt + i * kRegisterLanes, sizeof found);
+    return __builtin_convertvector(found, RegisterInts);
+  }
+
+  static void expand(const char* line, char* to) {
+    const auto write = [&](auto found) {
+      std::memcpy(to, &found, sizeof found);
+      to += sizeof found;
+    };
+    for (int quad = 0; quad < kQuads; ++quad) {
+      for (int i = 0; i < kLineRegisters; ++i) write(columns(line, quad, i));
+    }
+    for (int i = 0; i < kLineRegisters; ++i) write(scales(line, i));
+    for (int i = 0; kHasZeros && i < kLineRegisters; ++i) write(zeros(line, i));
+  }
+
+  // Puts a column's codes, scale and zero into a line of zeros.
+  static void put(char* line, int64_t column, const uint8_t* codes, Float16 scale, uint8_t zero) {
     for (int64_t k = 0; k < kGroup; ++k) {
       char& byte = line[k / 8 * (kPanel * 4) + column * 4 + k % 4];
       byte = static_cast<char>(byte | codes[k] << (k % 8 < 4 ? 0 : 4));
     }
-    std::memcpy(line + kCodeBytes + Bfloat16Lines::position(column) * 2, &scale, sizeof scale);
+    std::memcpy(line + kScalesAt + column * 2, &scale, sizeof scale);
+    if (kHasZeros) line[kZerosAt + column] = static_cast<char>(zero);
   }
 };
 #endif

@@ -83,34 +83,72 @@ void quantize(const Bfloat16* values, int64_t count, float factor, Unit* to) {
   for (int64_t i = 0; i < count; i += kLanes) nearest(load_some(values + i, count - i) * factor, to + i);
 }
 
-// Quantizes bf16 weight [columns (twice that when gated: gates, then values), depth] and hands it to
-// place(panel, column, k, units, count): 64 units from `k` on, of which those from `count` on, and all of a column that is
-// padding, are zero. `scales` gets one per packed column.
-template <class Place>
-void quantize_columns(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth, bool gated, float* scales,
-                      int64_t threads, Place&& place) {
+// A column of bf16 weights, quantized while it is read.
+struct WeightColumn {
+  const Bfloat16* values;
+  Scale scale;
+
+  float unit() const { return scale.unit; }
+  void units(int64_t k, int64_t count, int8_t* to) const { quantize(values + k, count, scale.factor, to); }
+};
+
+// One that is stored in eight bits.
+struct StoredColumn {
+  const int8_t* codes;
+  float scale;
+
+  float unit() const { return scale; }
+  void units(int64_t k, int64_t count, int8_t* to) const {
+    std::memcpy(to, codes + k, static_cast<size_t>(count));
+  }
+};
+
+// Weights [columns (twice that when gated: gates, then values), depth] in eight bits, handed to
+// place(panel, column, k, units, count): 64 units from `k` on, of which those from `count` on, and all of a column that
+// is padding, are zero. column_of(row) is a column of the product; `scales` gets one per packed column.
+template <class ColumnOf, class Place>
+void place_columns(int64_t columns, int64_t depth, bool gated, float* scales, int64_t threads, ColumnOf&& column_of,
+                   Place&& place) {
   constexpr int64_t kTogether = 64;  // elements of a column, so that those of a panel stay in L1
   const int64_t panels = ceil_div(columns, gated ? kPanel / 2 : kPanel);
   parallel(threads, [&](int thread, int team) {
     const Range range = split(panels, thread, team);
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
-      Scale found[kPanel];
+      decltype(column_of(0)) found[kPanel] = {};
       for (int64_t column = 0; column < kPanel; ++column) {
         const int64_t row = source_row(columns, gated, panel, column);
-        found[column] = row < 0 ? Scale{0.0f, 0.0f} : column_scale(weight + row * stride, depth);
-        scales[panel * kPanel + column] = found[column].unit;
+        if (row >= 0) found[column] = column_of(row);
+        scales[panel * kPanel + column] = found[column].unit();
       }
       for (int64_t k = 0; k < depth; k += kTogether) {
         const int64_t count = std::min(kTogether, depth - k);
         for (int64_t column = 0; column < kPanel; ++column) {
-          const int64_t row = source_row(columns, gated, panel, column);
           int8_t units[kTogether] = {};
-          if (row >= 0) quantize(weight + row * stride + k, count, found[column].factor, units);
+          if (source_row(columns, gated, panel, column) >= 0) found[column].units(k, count, units);
           place(panel, column, k, units, count);
         }
       }
     }
   });
+}
+
+// The same of bf16 weights.
+template <class Place>
+void quantize_columns(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth, bool gated, float* scales,
+                      int64_t threads, Place&& place) {
+  const auto column_of = [=](int64_t row) {
+    const Bfloat16* const values = weight + row * stride;
+    return WeightColumn{values, column_scale(values, depth)};
+  };
+  place_columns(columns, depth, gated, scales, threads, column_of, place);
+}
+
+// The same of weights that are stored in eight bits, [columns, depth], with a scale for each.
+template <class Place>
+void place_stored_columns(const int8_t* codes, const float* stored_scales, int64_t columns, int64_t depth, bool gated,
+                          float* scales, int64_t threads, Place&& place) {
+  const auto column_of = [=](int64_t row) { return StoredColumn{codes + row * depth, stored_scales[row]}; };
+  place_columns(columns, depth, gated, scales, threads, column_of, place);
 }
 
 // Rows `ids` of an ungated int8 matrix, [count, depth], rounded to bf16; unit(id, k): a stored one. Returns 0, and
@@ -142,23 +180,11 @@ TANDEM_INLINE Floats nearest_of_sixteen(Floats x, float factor) {
   return (y + kShift) - kShift;
 }
 
-inline Bfloat16 narrow(float x) {
-  Bfloat16 some[kLanes];
-  store(some, splat(x));
-  return some[0];
-}
-
-inline float widened(Bfloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
+#ifdef __F16C__
 // Quantizes at most a group of bf16 values to four bits, 8 higher than they are; returns what one is worth. Of some
 // scales, around that at which the value farthest from zero is -8, the one with the least squared error: without it a
 // single large value takes resolution from all others. Spelt out in one order, so that every processor finds the same.
-inline Bfloat16 quantize_group(const Bfloat16* values, int64_t count, uint8_t* codes) {
+inline Float16 quantize_group(const Bfloat16* values, int64_t count, uint8_t* codes) {
   constexpr int kScales = 13;
   const Floats low = load_some(values, count), high = load_some(values + kLanes, count - kLanes);
   float extreme = 0.0f;
@@ -166,23 +192,24 @@ inline Bfloat16 quantize_group(const Bfloat16* values, int64_t count, uint8_t* c
     const float value = i < kLanes ? low[i] : high[i - kLanes];
     if (std::abs(value) > std::abs(extreme) || value != value) extreme = value;  // a NaN stays
   }
-  Bfloat16 best = narrow(0.0f);
+  Float16 best{};
   float least = INFINITY, factor = 0.0f;
   for (int i = 0; i < kScales; ++i) {
-    const Bfloat16 scale = narrow(extreme / (-9.0f + 0.25f * static_cast<float>(i)));
-    const float unit = widened(scale);
-    const float inverse = std::abs(unit) > 1e-30f ? 1.0f / unit : 0.0f;
+    const Float16 scale = to_half(extreme / (-9.0f + 0.25f * static_cast<float>(i)));
+    const float unit = from_half(scale);
+    const float inverse = unit != 0.0f ? 1.0f / unit : 0.0f;
     const Floats low_error = fused(nearest_of_sixteen(low, inverse), splat(-unit), low);
     const Floats high_error = fused(nearest_of_sixteen(high, inverse), splat(-unit), high);
     const float error = sum(fused(low_error, low_error, high_error * high_error));
     if (error < least) least = error, best = scale, factor = inverse;
   }
-  if (least == INFINITY) best = narrow(extreme * 0.0f - extreme);  // not finite, and shows in the output
+  if (least == INFINITY) best = to_half(extreme * 0.0f - extreme);  // not finite, and shows in the output
   const Floats found[2] = {nearest_of_sixteen(low, factor), nearest_of_sixteen(high, factor)};
   for (int i = 0; i < 2 * kLanes; ++i) {
     codes[i] = static_cast<uint8_t>(static_cast<int>(found[i / kLanes][i % kLanes]) + 8);
   }
   return best;
 }
+#endif
 
 }  // namespace tandem

@@ -73,8 +73,8 @@ TANDEM_INLINE void multiply_line(const char* line, const typename Lines::Element
   }
 }
 
-// The same for a group: integers first, whose sum is scaled once. With narrow registers there is room for those of one
-// register of columns at a time.
+// The same for a group: integers first, whose sum is scaled once. Narrow registers have room for those of one register
+// of columns at a time.
 template <class Lines, int Rows, int Sums>
 TANDEM_INLINE void multiply_group(const char* line, const UnitGroup* x, int64_t stride, Register (&sums)[Rows][Sums],
                                   int first) {
@@ -97,12 +97,13 @@ TANDEM_INLINE void multiply_group(const char* line, const UnitGroup* x, int64_t 
 #pragma GCC unroll 2
     for (int i = 0; i < kTogether; ++i) {
       const Register scales = Lines::scales(line, begin + i);
+      const RegisterInts zeros = Lines::zeros(line, begin + i);
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
         const UnitGroup& row = x[r * stride];
-        const Register total = __builtin_convertvector(Lines::total(integers[r][i]) + row.start, Register) * row.scale;
+        const RegisterInts product = Lines::total(integers[r][i]) - zeros * row.sum;
         auto& sum = sums[r][first + begin + i];
-        sum = fused_register(total, scales, sum);
+        sum = fused_register(__builtin_convertvector(product, Register) * row.scale, scales, sum);
       }
     }
   }
@@ -426,20 +427,18 @@ void pack_panels(const typename Lines::Stored* weight, int64_t stride, int64_t c
   });
 }
 
-// Quantizes bf16 weights and packs them into panels; `scales` gets one per packed column.
+// Puts units of a column into panels of `panel_size` bytes.
 template <class Lines>
-void quantize_panels(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth, bool gated, int8_t* packed,
-                     float* scales, int64_t threads) {
+auto unit_placer(int8_t* packed, int64_t depth) {
   constexpr int64_t kLineSize = kPanel * Lines::kDepth;
   const int64_t panel_size = lines_of<Lines>(depth) * kLineSize;
-  quantize_columns(weight, stride, columns, depth, gated, scales, threads,
-                   [=](int64_t panel, int64_t column, int64_t begin, int8_t* units, int64_t count) {
-                     int8_t* target = packed + panel * panel_size + begin * kPanel + Lines::position(column);
-                     for (int64_t k = 0; k < count; k += Lines::kDepth, target += kLineSize) {
-                       for (int64_t i = k; i < k + Lines::kDepth; ++i) units[i] ^= Lines::kTurned;
-                       std::memcpy(target, units + k, Lines::kDepth);
-                     }
-                   });
+  return [=](int64_t panel, int64_t column, int64_t begin, int8_t* units, int64_t count) {
+    int8_t* target = packed + panel * panel_size + begin * kPanel + Lines::position(column);
+    for (int64_t k = 0; k < count; k += Lines::kDepth, target += kLineSize) {
+      for (int64_t i = k; i < k + Lines::kDepth; ++i) units[i] ^= Lines::kTurned;
+      std::memcpy(target, units + k, Lines::kDepth);
+    }
+  };
 }
 
 // Rows `ids` of an ungated int8 matrix; see embed_units.
@@ -453,10 +452,9 @@ int64_t embed_quantized(const int8_t* packed, const float* scales, int64_t colum
   });
 }
 
-// Quantizes bf16 weights to four bits and packs them into panels.
-template <class Lines>
-void quantize_groups(const Bfloat16* weight, int64_t stride, int64_t columns, int64_t depth, bool gated, char* packed,
-                     int64_t threads) {
+// Packs weights of four bits into panels. fill(row, k, codes, scale, zero) is called for each group of each row.
+template <class Lines, class Fill>
+void pack_groups(int64_t columns, int64_t depth, bool gated, char* packed, int64_t threads, Fill&& fill) {
   const int64_t panels = ceil_div(columns, gated ? kPanel / 2 : kPanel), lines = lines_of<Lines>(depth);
   parallel(threads, [&](int thread, int team) {
     const Range range = split(panels, thread, team);
@@ -467,10 +465,10 @@ void quantize_groups(const Bfloat16* weight, int64_t stride, int64_t columns, in
         for (int64_t column = 0; column < kPanel; ++column) {
           const int64_t row = source_row(columns, gated, panel, column);
           if (row < 0) continue;
-          uint8_t codes[kGroup];
-          const int64_t begin = k * kGroup;
-          const Bfloat16 scale = quantize_group(weight + row * stride + begin, std::min(kGroup, depth - begin), codes);
-          Lines::put(line, column, codes, scale);
+          uint8_t codes[kGroup] = {}, zero = 8;
+          Float16 scale{};
+          fill(row, k, codes, &scale, &zero);
+          Lines::put(line, column, codes, scale, zero);
         }
       }
     }

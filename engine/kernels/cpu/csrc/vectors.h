@@ -36,6 +36,10 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
+struct Float16 {
+  uint16_t bits;
+};
+
 #define TANDEM_INLINE static inline __attribute__((always_inline, unused))
 
 constexpr Ints kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -56,6 +60,21 @@ TANDEM_INLINE Register load_register(const Bfloat16* from) {
   std::memcpy(&bits, from, sizeof bits);
   return (Register)(__builtin_convertvector(bits, RegisterBits) << 16);
 }
+
+#ifdef __F16C__
+TANDEM_INLINE Register load_register(const Float16* from) {
+#if defined(__AVX512F__)
+  return (Register)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  return (Register)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+}
+
+// To the nearest, ties to even.
+TANDEM_INLINE Float16 to_half(float x) { return {static_cast<uint16_t>(_cvtss_sh(x, 0))}; }
+
+TANDEM_INLINE float from_half(Float16 x) { return _cvtsh_ss(x.bits); }
+#endif
 
 TANDEM_INLINE void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
 

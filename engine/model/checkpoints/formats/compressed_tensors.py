@@ -69,7 +69,7 @@ class CompressedTensorsFormat:
     def description(self) -> str:
         size = "blocks of {}×{}".format(*self.block) if self.block else groups_text(self.group_size)
         scaled = "one scale per tensor" if self.strategy == "tensor" else size
-        rounding = "; its rounding of activations is left out" if self.rounds_activations else ""
+        rounding = "; its rounding of activations is left out where it is restored" if self.rounds_activations else ""
         return f"compressed-tensors {self.layout}, {self.bits} bits, {scaled}{rounding}"
 
     def parts(self, module: str, shape: tuple[int, int], entries: Mapping[str, TensorEntry]) -> Mapping[str, PartSpec]:
@@ -100,7 +100,7 @@ class CompressedTensorsFormat:
             return fp8_matrix(codes, scale, block)
         scale = scale.reshape(-1, 1).expand(rows, 1) if self.strategy == "tensor" else scale.reshape(rows, -1)
         if self.is_symmetric and self.group_size is None:
-            return Int8Matrix(codes=codes, scale=scale[:, 0].float())
+            return Int8Matrix(codes=codes, scale=scale[:, 0].float(), rounds_inputs=self.rounds_activations)
         zero = torch.zeros((), dtype=torch.int16).expand(scale.shape)
         if not self.is_symmetric:
             zero = parts["weight_zero_point"].reshape(-1, scale.shape[1]).expand(scale.shape).to(torch.int16)

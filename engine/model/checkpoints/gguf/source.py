@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.model.checkpoints.gguf.blocks import block_matrix
 from engine.model.checkpoints.gguf.file import GgufFile
+from engine.model.checkpoints.stored_matrix import StoredMatrix
 from engine.model.families.registry import FAMILIES
 from engine.model.rope_config import RopeType
 from engine.model.shard import TensorSlice
@@ -98,6 +99,11 @@ class GgufSource:
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of it, restored. Raises ConfigError for scales that are not finite."""
+        values = self.matrix(name, part).dequantized(self._dtype)
+        return values.flatten() if len(self._tensors[name].shape) == 1 else values
+
+    def matrix(self, name: str, part: TensorSlice | None = None) -> StoredMatrix:
+        """See TensorSource; a vector is a column. Raises ConfigError for scales that are not finite."""
         stored = self._tensors[name]
         raw = self._file.raw(stored)
         if len(stored.shape) == 1:
@@ -109,10 +115,7 @@ class GgufSource:
             matrix = block_matrix(stored.block_type.name, raw)
         except ValueError as error:
             raise ConfigError(f"{self._file.name}: {stored.name} {error}") from error
-        if part is not None and part.dim == 1:
-            matrix = matrix.columns(part.begin, part.end)
-        values = matrix.dequantized(self._dtype)
-        return values.flatten() if len(stored.shape) == 1 else values
+        return matrix.columns(part.begin, part.end) if part is not None and part.dim == 1 else matrix
 
     def forget(self, name: str) -> None:
         """Release a tensor that has been copied."""

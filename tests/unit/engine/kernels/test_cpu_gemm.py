@@ -1,5 +1,7 @@
 """Packed projections against torch in double precision; a row alone against the same row in any batch, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,17 +10,26 @@ from torch.nn import functional as F
 
 from engine.kernels.cpu import build
 from engine.kernels.cpu.build import KernelsUnavailable
-from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, best_arithmetic, supports
+from engine.kernels.cpu.gemm import (
+    Arithmetic,
+    Epilogue,
+    PackedLinear,
+    best_arithmetic,
+    stored_arithmetic,
+    supports,
+)
 from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
+from engine.model.checkpoints.packing import pack_nibbles
+from engine.model.checkpoints.stored_matrix import DenseMatrix, GroupIntMatrix, Int8Matrix, stack
 from tests.support.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
-ALL = tuple(Arithmetic)
+ALL = tuple(arithmetic for arithmetic in Arithmetic if arithmetic is not Arithmetic.INT4_ZEROS)
 EIGHT_BITS = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.has_column_scales)
 QUANTIZED = (*EIGHT_BITS, Arithmetic.INT4)
-WHOLE = tuple(arithmetic for arithmetic in Arithmetic if arithmetic not in QUANTIZED)
+WHOLE = tuple(arithmetic for arithmetic in ALL if arithmetic not in QUANTIZED)
 GROUP = 32
 
 
@@ -46,10 +57,10 @@ def in_groups(values):
 
 
 def grouped_rows(x):
-    """Rows in units of each group's largest magnitude over 127, as numbers of the original scale."""
-    groups = in_groups(x)
+    """Rows in units of each group's largest magnitude over 127, which are found in float, as numbers."""
+    groups = in_groups(x).float()
     scale = (groups.abs().amax(dim=2, keepdim=True) / 127).clamp_min(1e-32)
-    return ((groups / scale).round() * scale).flatten(1)[:, : x.shape[1]]
+    return ((groups * (1 / scale)).round().double() * scale).flatten(1)[:, : x.shape[1]]
 
 
 def four_bit_candidates(weight):
@@ -59,8 +70,8 @@ def four_bit_candidates(weight):
     """
     groups = in_groups(weight)
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    scale = torch.stack([(extreme / -n).bfloat16().double() for n in torch.arange(9.0, 5.9, -0.25)])
-    inverse = torch.where(scale.abs() > 1e-30, 1 / scale, 0.0)
+    scale = torch.stack([(extreme / -n).half().double() for n in torch.arange(9.0, 5.9, -0.25)])
+    inverse = torch.where(scale != 0, 1 / scale, 0.0)
     values = (groups * inverse).clamp(-8, 7).round() * scale
     return values, (values - groups).square().sum(dim=3)
 
@@ -251,6 +262,118 @@ def test_cpu_gemm_int4_stores_what_loses_least(library, depth):
     assert (lost <= errors.amin(dim=0) * (1 + 1e-5) + 1e-12).all()
     nearest_max = errors[4].sum()  # by the largest value alone, which is -8
     assert lost.sum() < 0.95 * nearest_max
+
+
+def stored_matrix(num_rows, num_columns, group_size, *, zeros, seed=3, scale_dtype=torch.float16):
+    """Random codes and scales; `zeros`: each group has its own."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-num_columns // group_size)
+    zero = torch.randint(0, 17, (num_rows, groups), generator=generator) if zeros else torch.full((num_rows, groups), 8)
+    return GroupIntMatrix(
+        bits=4,
+        num_columns=num_columns,
+        codes=pack_nibbles(torch.randint(0, 16, (num_rows, num_columns), generator=generator).to(torch.uint8)),
+        scale=(torch.rand(num_rows, groups, generator=generator) * 0.02 + 1e-3).to(scale_dtype),
+        zero=zero.to(torch.int16),
+        group_size=group_size,
+    )
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("zeros", [False, True])
+def test_cpu_gemm_stored_int4_multiplies_by_the_restored_values(library, zeros, epilogue):
+    needs(Arithmetic.INT4)
+    sizes = [(64, 96, 32, torch.float16), (100, 70, 64, torch.bfloat16), (32, 1000, 128, torch.float16)]
+    sizes += [(34, 65, 65, torch.float32), (200, 1101, 2048, torch.float16)]
+    for columns, depth, group_size, scale_dtype in sizes:
+        matrix = stored_matrix(columns, depth, group_size, zeros=zeros, scale_dtype=scale_dtype)
+        if scale_dtype is torch.float32:
+            matrix = replace(matrix, scale=matrix.scale.half().float())
+        arithmetic = stored_arithmetic(library.features, matrix)
+        assert arithmetic is (Arithmetic.INT4_ZEROS if zeros else Arithmetic.INT4)
+        linear = pack(library, arithmetic, matrix, torch.randn(columns).bfloat16(), epilogue)
+        plain = pack(library, arithmetic, matrix, epilogue=Epilogue.STORE_FLOAT32)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, depth).bfloat16()
+            product = torch.empty(num_rows, columns)
+            plain(x, product)
+            reference = grouped_rows(x) @ matrix.dequantized().double().T
+            # Everything but the last sums is exact: one rounding of each group's product, and one of its sum.
+            assert (product - reference).abs().max() <= 3e-6 * (1 + reference.abs().max()) * depth**0.5
+            together = torch.ones(num_rows, linear.columns).to(linear.out_dtype)
+            linear(x, together)
+            for row in range(0, num_rows, 7):
+                alone = torch.ones(1, linear.columns).to(linear.out_dtype)
+                linear(x[row : row + 1], alone)
+                assert torch.equal(alone[0], together[row])
+
+
+def test_cpu_gemm_stored_int4_parts_and_stacks_give_the_same_bits(library):
+    matrix = stored_matrix(96, 256, 64, zeros=True)
+    x = torch.randn(9, 256).bfloat16()
+    whole, parts = torch.empty(9, 96), torch.empty(9, 96)
+    pack(library, Arithmetic.INT4_ZEROS, matrix, epilogue=Epilogue.STORE_FLOAT32)(x, whole)
+    for begin in (0, 32, 64):
+        some = pack(library, Arithmetic.INT4_ZEROS, matrix.rows(begin, begin + 32), epilogue=Epilogue.STORE_FLOAT32)
+        some(x, parts[:, begin : begin + 32])
+    assert torch.equal(whole, parts)
+    coarse = stored_matrix(32, 256, 128, zeros=True, seed=4)
+    joined = stack([matrix, coarse])
+    both = torch.empty(9, 128)
+    pack(library, Arithmetic.INT4_ZEROS, joined, epilogue=Epilogue.STORE_FLOAT32)(x, both)
+    assert torch.equal(both[:, :96], whole)
+
+
+@pytest.mark.parametrize("arithmetic", EIGHT_BITS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_cpu_gemm_stored_int8_is_packed_like_the_weights_it_was_made_of(library, arithmetic, gated):
+    """Packing needs no instructions of its own, so that AMX's is compared everywhere."""
+    weight = torch.randn(102, 130).bfloat16()
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    codes = (weight.float() * torch.div(torch.full_like(largest, 127), largest)).round().to(torch.int8)
+    scale = (largest / 127)[:, 0].contiguous()
+    name, columns, panels = arithmetic.value, 51 if gated else 102, 4
+    num_bytes = library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, 130)
+    packed, scales = torch.zeros(2, num_bytes, dtype=torch.uint8), torch.zeros(2, panels * 32)
+    library.function(f"tandem_{name}_pack", "piiiippi")(
+        weight.data_ptr(), 130, columns, 130, int(gated), packed[0].data_ptr(), scales[0].data_ptr(), 2
+    )
+    library.function(f"tandem_{name}_pack_stored", "ppiiippi")(
+        codes.data_ptr(), scale.data_ptr(), columns, 130, int(gated), packed[1].data_ptr(), scales[1].data_ptr(), 2
+    )
+    assert torch.equal(*packed)
+    assert torch.equal(*scales)
+
+
+def test_cpu_gemm_stored_int8_multiplies_by_its_codes(library):
+    needs(Arithmetic.INT8_VECTORS)
+    matrix = Int8Matrix(
+        codes=torch.randint(-128, 128, (40, 70), dtype=torch.int8), scale=torch.rand(40) + 0.1, rounds_inputs=True
+    )
+    x = torch.randn(7, 70).bfloat16()
+    out = torch.empty(7, 40)
+    arithmetic = stored_arithmetic(library.features, matrix)
+    pack(library, arithmetic, matrix, epilogue=Epilogue.STORE_FLOAT32)(x, out)
+    unit = x.float().abs().amax(dim=1, keepdim=True) / 127
+    sums = (x.float() * (1 / unit)).round().double() @ matrix.codes.double().T
+    assert torch.equal(out, sums.float() * unit * matrix.scale)
+
+
+def test_cpu_gemm_only_forms_that_lose_nothing_stay_stored(library):
+    matrix = stored_matrix(8, 128, 64, zeros=False)
+    assert stored_arithmetic(library.features, matrix) is Arithmetic.INT4
+    others = [
+        replace(matrix, group_size=16, scale=torch.ones(8, 8), zero=torch.full((8, 8), 8, dtype=torch.int16)),
+        replace(matrix, offset=torch.zeros(8, 2)),
+        replace(matrix, group_of_column=torch.arange(128) // 64),
+        replace(matrix, scale=matrix.scale.float() * (1 + 2**-15)),
+        replace(matrix, scale=matrix.scale.bfloat16() * 1e-9),
+        replace(matrix, zero=matrix.zero - 9),
+        replace(matrix, bits=8, codes=torch.zeros(8, 128, dtype=torch.uint8)),
+        DenseMatrix(values=torch.ones(8, 128)),
+        Int8Matrix(codes=torch.ones(8, 128, dtype=torch.int8), scale=torch.ones(8)),
+    ]
+    assert [stored_arithmetic(library.features, other) for other in others] == [None] * len(others)
 
 
 def test_cpu_gemm_int4_takes_9_bits_for_two_weights(library):

@@ -16,16 +16,21 @@ from torch import Tensor
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
+from engine.kernels.cpu.gemm import Arithmetic
 from engine.model.checkpoints.registry import parse_format
 from engine.model.config import load_model_config
+from engine.model.decoder import Decoder
 from engine.model.dtype import resolve_dtype
 from engine.model.loader import load_model
 from tandem.errors import ConfigError
-from tests.support.engine.paged_harness import Session, load_plain
+from tests.support.engine.paged_harness import Session, load_plain, needs
 from tests.support.engine.quantized_writers import FORMATS, PROJECTIONS, write_llama
 
 TOKENS = [5, 17, 3, 80, 41, 8, 8, 96]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+AS_STORED = ("gptq-2", "gptq-3", "gptq-4", "gptq-v2", "gptq-row", "awq", "w4a16", "w4a16-zeros", "w8a8", "w8a8-tensor")
 
 
 class LoadingRank:
@@ -100,6 +105,47 @@ def test_quantized_llama_on_cpu_kernels_has_logits_of_restored_weights(name: str
         session = Session(load_model(tmp_path / kind, backend=backend))
         found.append(session.logits(session.request(TOKENS), len(TOKENS)).clone())
     assert torch.equal(*found)
+
+
+def on_kernels(path: Path, quantization: str, rank: int = 0, size: int = 1) -> Decoder:
+    options = BackendOptions(device=torch.device("cpu"), dtype="bfloat16", quantization=quantization, num_threads=1)
+    return load_model(path, backend=select_backend(options), group=LoadingRank(rank, size) if size > 1 else None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_llama_in_bfloat16_is_multiplied_as_stored_where_kernels_can(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    needs(Arithmetic.INT4)
+    write_llama(tmp_path, FORMATS[name])
+    with caplog.at_level(logging.INFO):
+        model = on_kernels(tmp_path / "quantized", "stored")
+    restored = on_kernels(tmp_path / "quantized", "none")
+    assert model.num_kept == (len(PROJECTIONS) if name in AS_STORED else 0)
+    assert restored.num_kept == 0
+    told = f"{model.num_kept} of these matrices are multiplied as they are stored"
+    assert (told in caplog.messages) == (name in AS_STORED)
+    assert (model.weights_bytes < 0.7 * restored.weights_bytes) == (name in AS_STORED)
+    session, other = Session(model), Session(restored)
+    found = session.logits(session.request(TOKENS), len(TOKENS))
+    expected = other.logits(other.request(TOKENS), len(TOKENS))
+    bound = 0.06 if name.startswith("w8a8") else 0.03  # rows of inputs in eight bits as a whole, or by groups
+    assert (found - expected).square().mean().sqrt() < bound * expected.std()
+    assert torch.equal(found, expected) == (name not in AS_STORED)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-row", "w8a8"])
+def test_quantized_ranks_multiply_their_parts_as_stored(name: str, tmp_path: Path) -> None:
+    needs(Arithmetic.INT4)
+    path = write_llama(tmp_path, FORMATS[name]) / "quantized"
+    whole, ranks = on_kernels(path, "stored"), [on_kernels(path, "stored", rank, 2) for rank in range(2)]
+    assert all(rank.num_kept >= whole.num_kept - 1 for rank in ranks)  # a cut through a group restores a matrix
+    x = torch.randn(5, 64).bfloat16()
+    heads = [layer.qkv(x).clone() for layer in (whole.layers[0], *(rank.layers[0] for rank in ranks))]
+    head_dim = whole.config.head_dim
+    queries, keys = whole.config.num_heads * head_dim, whole.config.num_kv_heads * head_dim
+    parts = [found.split([queries // 2, keys // 2, keys // 2], dim=1) for found in heads[1:]]
+    assert torch.equal(heads[0], torch.cat([part for pair in zip(*parts, strict=True) for part in pair], dim=1))
 
 
 @pytest.mark.parametrize("size", [1, 4])
