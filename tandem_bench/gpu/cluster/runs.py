@@ -146,8 +146,8 @@ async def _kill(
 ) -> Found:
     """Kill the first of the two workers of the pool `victim` while it serves.
 
-    A decode worker dies when a third of all tokens have arrived, a prefill worker at the first token, when the other
-    prompts are being computed or handed over.
+    A decode worker dies when an eighth of all tokens have arrived (later, it might have sent everything to a client that
+    reads slowly), a prefill worker at the first token, when the other prompts are being computed or handed over.
     """
     name = f"cluster.{transport}.kill {victim}"
     is_decode = victim == "decode"
@@ -155,7 +155,7 @@ async def _kill(
     asked = expected.asked[: plan.few] if is_decode else expected.asked
     await _until_live(client, victim, PAIRS)
     pid = cluster.pid_of(f"{victim}_worker 0")
-    left = len(asked) * num_tokens // 3 if is_decode else 1
+    left = len(asked) * num_tokens // 8 if is_decode else 1
 
     def on_tokens(count: int) -> None:
         nonlocal left
