@@ -28,6 +28,7 @@ EXAMPLE_TOKENS = 96
 COMPLETES_NOTE = (
     "This model has no chat template: use it for text completion (/v1/completions, `tandem chat`, or the playground)."
 )
+POOLS_NOTE = "the pools quantize differently: a text depends on which pool computed the KV that it goes on from"
 FAILOVER_NOTE = "text that resumes after a failover may differ; engine.deterministic prevents it"
 
 
@@ -50,6 +51,8 @@ def print_banner(
     dtype = served_dtype(effective, processes)
     if may_differ_after_failover(dtype, deterministic=effective.engine.deterministic):
         console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
+    if not effective.pools_compute_alike:
+        console.print(Text(f"note: {POOLS_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
     chats = has_chat_template(processes)

@@ -233,6 +233,13 @@ def dtype(config: ClusterConfig) -> list[Finding]:
     except ConfigError as error:
         return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="set model.dtype")]
     chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
+    if not config.pools_compute_alike:
+        detail = (
+            f"{found}{chosen}, but the pools quantize differently: an answer is that of whichever computed each part of"
+            " its KV, so after a failover, or from cached blocks of an answer, it may be another"
+        )
+        hint = "quantize both pools alike (engine.quantization) where answers must not differ"
+        return [Finding(name="dtype", status=Status.INFO, detail=detail, hint=hint)]
     if may_differ_after_failover(found, deterministic=config.engine.deterministic):
         detail = f"{found}{chosen}: text that resumes after a failover may differ from an uninterrupted answer"
         hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at some cost in speed"

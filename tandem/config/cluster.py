@@ -206,8 +206,19 @@ class ClusterConfig(Section):
 
     def engine_of(self, pool: PoolConfig) -> EngineSection:
         """The engine section with what the pool has of its own."""
-        own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
+        own = {
+            name: value
+            for name in ("block_size", "kv_dtype", "quantization")
+            if (value := getattr(pool, name)) is not None
+        }
         return self.engine.model_copy(update=own)
+
+    @property
+    def pools_compute_alike(self) -> bool:
+        """Whether both pools quantize in the same way, so that it does not matter which of them computed some KV."""
+        return (
+            not self.prefill.replicas or len({self.engine_of(p).quantization for p in (self.prefill, self.decode)}) == 1
+        )
 
     def wire_dtype_problem(self, dtype: str) -> str | None:
         """Reason why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
-from tandem.config.pools import BlockSize, CacheDtype
+from tandem.config.pools import BlockSize, CacheDtype, Quantization
 from tandem.config.section import Seconds, Section
 from tandem.model_path import BUILTIN, checked_name
 
@@ -109,7 +109,7 @@ class EngineSection(PinnedShares):
     """CPU threads of each rank for tensor operations. null: the cores divided by the ranks of all workers."""
     kernels: Literal["auto", "torch"] = "auto"
     """`auto`: compiled kernels (C++ on a CPU, Triton on CUDA) where available, with a log line where not."""
-    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    quantization: Quantization = "auto"
     """How matrices are stored and multiplied. `auto`: as a quantized checkpoint has them where a CPU has kernels for it
     and `model.dtype` is bfloat16 (docs/use/models.md), else restored; `none`: restored. On CPUs only, for float
     weights: `int8`: weights in eight bits by output column, inputs by row; `int4`: the layers' weights in four bits by

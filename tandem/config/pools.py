@@ -12,6 +12,7 @@ from tandem.rpc.hosts import is_loopback, split
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Literal[16, 32, 64]
 CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 MAX_REPLICAS = 256
 """Maximum number of workers of one pool that one machine may start."""
 MAX_TENSOR_PARALLEL = 64
@@ -74,6 +75,9 @@ class PoolConfig(Section):
     kv_dtype: CacheDtype | None = None
     """Overrides `engine.kv_dtype` for this pool. KV is converted between the model's data type and a quantized one
     during the hand-off, in either direction, but not between two quantized ones."""
+    quantization: Quantization | None = None
+    """Overrides `engine.quantization` for this pool. Where pools differ, a text depends on which computed the KV
+    that it goes on from: its own earlier steps, another answer's cached blocks, a prompt after a failover."""
 
     @property
     def ranks_per_node(self) -> int:

@@ -308,6 +308,10 @@ BAD: dict[str, tuple[Values, str]] = {
         {"config": {"engine": {"quantization": "int8"}}, "decode": {"gpu": {"enabled": True}}},
         "config.engine.quantization: int8",
     ),
+    "int4 on a GPU": (
+        {"config": {"decode": {"quantization": "int4"}}, "decode": {"gpu": {"enabled": True}}},
+        "config.decode.quantization: int4",
+    ),
     "shared memory between pods": ({"config": {"transfer": {"transport": "shm"}}}, "config.transfer.transport: shm"),
     "nixl over everybody's network": (
         {"config": {"transfer": {"transport": "nixl"}}},

@@ -234,8 +234,9 @@ builtin
 {{- if and .pool.gpu.enabled (gt (int .settings.tensor_parallel_size) 1) (gt (int .c.prefill.replicas) 0) -}}
 {{- fail (printf "config.%s.tensor_parallel_size: %d: this chart does not offer the hand-off between workers of several GPUs yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
 {{- end -}}
-{{- if and .pool.gpu.enabled (ne .c.engine.quantization "none") -}}
-{{- fail (printf "config.engine.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" .c.engine.quantization .name) -}}
+{{- $quantization := .settings.quantization | default .c.engine.quantization -}}
+{{- if and .pool.gpu.enabled (has $quantization (list "int8" "int4")) -}}
+{{- fail (printf "config.%s.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" (ternary .name "engine" (not (empty .settings.quantization))) $quantization .name) -}}
 {{- end -}}
 {{- if and .pool.rdma.enabled (not .c.transfer.isolated_network) -}}
 {{- fail (printf "%s.rdma.enabled: KV over RDMA is neither encrypted nor authenticated; config.transfer.isolated_network: true says that nobody else reaches that network" .name) -}}

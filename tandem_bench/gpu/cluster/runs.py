@@ -146,7 +146,7 @@ async def _kill(
 ) -> Found:
     """Kill the first of the two workers of the pool `victim` while it serves.
 
-    A decode worker dies when an eighth of all tokens have arrived (later, it might have sent everything to a client that
+    A decode worker dies when an eighth of all tokens have arrived (later it might have sent everything to a client that
     reads slowly), a prefill worker at the first token, when the other prompts are being computed or handed over.
     """
     name = f"cluster.{transport}.kill {victim}"

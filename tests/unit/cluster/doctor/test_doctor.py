@@ -106,6 +106,14 @@ def test_doctor_shows_resolved_auto_dtype() -> None:
     assert dtype_of(model__dtype="float32").detail == "float32"
 
 
+def test_doctor_says_what_pools_that_quantize_differently_mean() -> None:
+    found = dtype_of(decode__quantization="int4", model__dtype="bfloat16", engine__deterministic=True)
+    assert found.status is Status.INFO
+    assert "the pools quantize differently" in found.detail
+    alone = dtype_of(decode__quantization="int4", prefill__replicas=0, model__dtype="float32")
+    assert alone.detail == "float32"
+
+
 def test_doctor_reports_inexact_resume_dtype(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
     found = dtype_of(model__path=str(tmp_path))

@@ -332,6 +332,13 @@ def test_banner_shows_auto_dtype_and_failover_note():
     assert banner.FAILOVER_NOTE in stated
 
 
+def test_banner_says_that_pools_quantize_differently():
+    for ways, told in (({"decode.quantization": "int4"}, True), ({"engine.quantization": "int4"}, False)):
+        config = load(None, {"model.dtype": "bfloat16", **ways})
+        effective = make_effective(config)
+        assert (banner.POOLS_NOTE in show(config, effective, make_views(effective), width=80)) == told
+
+
 def test_banner_shows_what_weights_are_restored_from():
     effective = make_effective(ClusterConfig())
     views = make_views(effective)
