@@ -38,6 +38,7 @@ class TorchBackend:
     """Implements engine.model.backend.Backend. Results are new tensors."""
 
     name = "torch"
+    packs_matrices = False
 
     def __init__(self, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)

@@ -163,6 +163,11 @@ class Backend(Protocol):
         """Dtype of hidden states."""
         ...
 
+    @property
+    def packs_matrices(self) -> bool:
+        """Whether projections and heads copy their matrix, so that it may be a view of a file that is still mapped."""
+        ...
+
     def keeps(self, matrix: StoredMatrix) -> bool:
         """Whether projections take this matrix as it is stored; of others they want the restored values."""
         ...

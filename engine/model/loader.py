@@ -97,6 +97,8 @@ class _Loader:
         self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
         self._num_kept = 0
+        self._viewed: str | None = None
+        """The part that a backend may still be reading in the file."""
         self._table = parameter_table(config)
         parts = (part for parts in self._table.values() for part in parts if self._shard.holds(part))
         self._num_values = sum(prod(self._local_shape(part)) for part in parts)
@@ -106,6 +108,7 @@ class _Loader:
         self._check()
         embedding, head = self._embedding_and_head()
         layers = [self._layer(i, layer) for i, layer in enumerate(config.layers)]
+        self._release_view()
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("norm"), head=head)
         fingerprint = self._source.fingerprint(config)
         return Decoder(
@@ -118,13 +121,15 @@ class _Loader:
         )
 
     def _embedding_and_head(self) -> tuple[Embedding, Projection]:
-        table = self._vocabulary("embedding")
+        is_tied = self._config.tie_embeddings
+        table = self._vocabulary("embedding", is_matrix=is_tied)
         embedding: Embedding
         head: Projection
-        if self._config.tie_embeddings:
+        if is_tied:
             embedding, head = self._backend.tied(table)
         else:
-            embedding, head = self._backend.embedding(table), self._backend.head(self._vocabulary("head"))
+            embedding = self._backend.embedding(table)
+            head = self._backend.head(self._vocabulary("head", is_matrix=True))
         if self._config.logit_cap is not None:
             head = self._backend.soft_capped(head, self._config.logit_cap)
         if self._group.size > 1:
@@ -198,7 +203,7 @@ class _Loader:
         has_bias = any(self._shard.holds(part) for part in biases)
         bias = self._fill(key + ".bias") if has_bias else None
         stored = self._kept(key + ".weight")
-        return (self._fill(key + ".weight") if stored is None else stored), bias
+        return (self._fill(key + ".weight", is_matrix=True) if stored is None else stored), bias
 
     def _kept(self, key: str) -> StoredMatrix | None:
         """This rank's stored parts as one matrix, if the backend keeps it so."""
@@ -245,18 +250,22 @@ class _Loader:
         first = self._shard.first_kv_head
         return scales[:, first : first + self._shard.config.num_kv_heads].contiguous().to(self._backend.device)
 
-    def _vocabulary(self, key: str) -> Tensor:
+    def _vocabulary(self, key: str, *, is_matrix: bool) -> Tensor:
         """This rank's rows of a table with one row per token; padding of the last ranks' parts is zero."""
         (part,) = self._table[key]
-        table = self._empty((self._shard.config.vocab_size, self._config.hidden_size))
         num_rows = self._local_shape(part)[0]
+        if is_matrix and num_rows == self._shard.config.vocab_size and (view := self._view(part)) is not None:
+            return view
+        table = self._empty((self._shard.config.vocab_size, self._config.hidden_size))
         self._copy(part, table[:num_rows])
         table[num_rows:].zero_()
         return table
 
-    def _fill(self, key: str) -> Tensor:
+    def _fill(self, key: str, *, is_matrix: bool = False) -> Tensor:
         """Make one parameter from this rank's stored parts, stacked along their first dimension."""
         parts = [part for part in self._table[key] if self._shard.holds(part)]
+        if is_matrix and len(parts) == 1 and (view := self._view(parts[0])) is not None:
+            return view
         shapes = [self._local_shape(part) for part in parts]
         parameter = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         begin = 0
@@ -271,11 +280,34 @@ class _Loader:
         """
         if target.numel():
             target.copy_(_restored(part, self._source.tensor(part.name, self._shard.slice(part))))
-            low, high = torch.aminmax(target)
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise ConfigError(f"checkpoint: {part.name} has values that are not finite in {self._backend.dtype}")
+            self._check_finite(part, target)
         self._source.forget(part.name)
         self._advance(target.numel())
+
+    def _view(self, part: StoredPart) -> Tensor | None:
+        """A part as it lies in the file, for a backend that packs it before the next one is read: a copy of the
+        largest would be the peak of all memory. None where it has to be copied.
+        """
+        if not (self._backend.packs_matrices and part.is_as_stored):
+            return None
+        self._release_view()
+        stored = self._source.tensor(part.name, self._shard.slice(part))
+        if stored.dtype != self._backend.dtype or not stored.is_contiguous() or not stored.numel():
+            return None
+        self._check_finite(part, stored)
+        self._viewed = part.name
+        self._advance(stored.numel())
+        return stored
+
+    def _release_view(self) -> None:
+        if self._viewed is not None:
+            self._source.forget(self._viewed)
+        self._viewed = None
+
+    def _check_finite(self, part: StoredPart, values: Tensor) -> None:
+        low, high = torch.aminmax(values)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise ConfigError(f"checkpoint: {part.name} has values that are not finite in {self._backend.dtype}")
 
     def _advance(self, num_values: int) -> None:
         self._done += num_values

@@ -163,6 +163,8 @@ class CpuBackend:
     nothing else may read these results.
     """
 
+    packs_matrices = True
+
     def __init__(self, library: KernelLibrary, options: BackendOptions) -> None:
         """Raises KernelsUnavailable when the library or the processor cannot serve `options`."""
         self.device = options.device

@@ -203,6 +203,8 @@ class CudaNorm:
 class CudaBackend:
     """Implements engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
 
+    packs_matrices = False
+
     def __init__(self, options: BackendOptions) -> None:
         """Raises ConfigError for a quantization."""
         if options.quantization not in ("none", "stored"):

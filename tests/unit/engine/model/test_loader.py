@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.options import BackendOptions
+from engine.backends.plain_torch import TorchBackend
 from engine.backends.select import select_backend
-from engine.model.checkpoints.safetensors_files import SafetensorsFile
+from engine.model.checkpoints.safetensors_files import Checkpoint, SafetensorsFile
+from engine.model.loader import load_model
 from tandem.errors import ConfigError
 from tests.support.engine.paged_harness import load_plain, reference_model, save_and_load
 
@@ -271,6 +273,66 @@ def test_loader_forgets_mapped_pages(tmp_path):
         assert float(stored.tensor(first).sum() + stored.tensor(second).sum()) == total
     finally:
         stored.close()
+
+
+class PackingBackend(TorchBackend):
+    """Copies every matrix, and remembers where it was given."""
+
+    packs_matrices = True
+
+    def __init__(self):
+        super().__init__()
+        self.addresses = {}
+
+    def projection(self, weight, bias, role):
+        self.addresses[role.value] = weight.data_ptr()
+        return super().projection(weight.clone(), bias, role)
+
+    def head(self, weight):
+        self.addresses["head"] = weight.data_ptr()
+        return super().head(weight.clone())
+
+
+def test_loader_hands_views_of_the_file_to_a_backend_that_packs(pristine, monkeypatch):
+    places, forgotten = {}, []
+    read, forget = Checkpoint.tensor, Checkpoint.forget
+
+    def tensor(self, name, part=None):
+        found = read(self, name, part)
+        places[name] = found.data_ptr()
+        return found
+
+    def forgets(self, name):
+        forgotten.append((name, backend.addresses.copy()))
+        forget(self, name)
+
+    monkeypatch.setattr(Checkpoint, "tensor", tensor)
+    monkeypatch.setattr(Checkpoint, "forget", forgets)
+    backend = PackingBackend()
+    model = load_model(pristine, backend=backend)
+    stored = load_file(pristine / "model.safetensors")
+    layer = "model.layers.0."
+    for role, name in (
+        ("head", "lm_head.weight"),
+        ("output", f"{layer}self_attn.o_proj.weight"),
+        ("down", f"{layer}mlp.down_proj.weight"),
+    ):
+        assert backend.addresses[role] == places[name]
+        [given] = [given for one, given in forgotten if one == name]
+        assert role in given  # not before it was packed
+    assert backend.addresses["qkv"] not in places.values()  # of three tensors
+    assert places.keys() == {name for name, _ in forgotten} == stored.keys()
+    assert torch.equal(model.layers[0].down.projection.weight, stored[f"{layer}mlp.down_proj.weight"])
+    assert torch.equal(model.embedding.weight, stored["model.embed_tokens.weight"])
+
+
+def test_loader_view_that_is_not_finite_is_refused(model_dir):
+    name = "model.layers.0.mlp.down_proj.weight"
+    spoilt = load_file(model_dir / "model.safetensors")[name]
+    spoilt[3, 4] = float("nan")
+    spoil(model_dir, **{name: spoilt})
+    with pytest.raises(ConfigError, match=rf"{name} has values that are not finite"):
+        load_model(model_dir, backend=PackingBackend())
 
 
 def test_loader_ignores_checkpoint_code_with_warning(model_dir, caplog):
