@@ -178,6 +178,15 @@ def _quantization(spec: EngineSpec, config: ModelSpec) -> str:
     return "none" if config.weight_format is None else "stored"
 
 
+_QUANTIZED_ARITHMETIC = 2
+"""Raised when the same quantization computes other values: 2 since the head has eight bits."""
+
+
+def _arithmetic(quantization: str, num_kept: int) -> str:
+    """What matrices were multiplied by, as far as it changes the values of KV."""
+    return "none" if quantization == "none" else f"{quantization} {num_kept} {_QUANTIZED_ARITHMETIC}"
+
+
 def _open_ranks(spec: EngineSpec, config: ModelSpec, options: BackendOptions, region_module: str | None) -> Ranks:
     Shard(config, rank=0, size=spec.tensor_parallel_size)  # refuses an unsplittable model before anything starts
     return open_ranks(
@@ -328,7 +337,8 @@ def _scheduler(
         return Scheduler(config, hasher, pins=pins, clock=time.monotonic, speculation=_speculation(spec)), None
     layout, mover = runner.kv_cache.layout, runner.blocks
     # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
-    computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
+    arithmetic = _arithmetic(_quantization(spec, runner.model.config), runner.model.num_kept)
+    computed_by = (spec.dtype, arithmetic, spec.kernels, str(spec.deterministic), runner.model.device.type)
     disk = open_disk(_tier_sizes(spec), mover, cache_identity(layout, secret=spec.secret, computed_by=computed_by))
     scheduler = Scheduler(
         config,

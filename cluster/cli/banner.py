@@ -51,7 +51,7 @@ def print_banner(
     dtype = served_dtype(effective, processes)
     if may_differ_after_failover(dtype, deterministic=effective.engine.deterministic):
         console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
-    if not effective.pools_compute_alike:
+    if not effective.pools_quantize_alike or len(_weights_of_pools(effective, processes, dtype)) > 1:
         console.print(Text(f"note: {POOLS_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
@@ -159,9 +159,9 @@ def _summary(configured: ClusterConfig, config: ClusterConfig, processes: Sequen
     dtype = served_dtype(config, processes)
     chosen = " (auto)" if configured.model.dtype == AUTO_DTYPE != dtype else ""
     table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
-    stored = next((p.ready for p in processes if p.ready.get("weight_format")), None)
-    if stored is not None:
-        table.add_row("weights", Text(_weights(stored, dtype)))
+    weights = _weights_of_pools(config, processes, dtype)
+    for text, where in weights.items():
+        table.add_row("weights", Text(text if len(weights) == 1 else f"{text} ({', '.join(where)})"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
     pools = {"prefill": config.prefill, "decode": config.decode}
@@ -170,12 +170,24 @@ def _summary(configured: ClusterConfig, config: ClusterConfig, processes: Sequen
     return table
 
 
-def _weights(ready: Mapping[str, Any], dtype: str) -> str:
-    """What a quantized checkpoint's weights have become."""
-    name, kept = ready["weight_format"], ready.get("matrices_as_stored", 0)
-    if not kept:
-        return f"restored to {dtype} from {name}"
-    return f"{name}; {kept} matrices are multiplied as stored, others restored to {dtype}"
+def _weights_of_pools(config: ClusterConfig, processes: Sequence[ProcessView], dtype: str) -> dict[str, list[str]]:
+    """What a quantized checkpoint's weights have become, and in which pools."""
+    found: dict[str, list[str]] = {}
+    for name, pool in {"prefill": config.prefill, "decode": config.decode}.items():
+        quantization = config.engine_of(pool).quantization
+        for process in processes:
+            if process.role.value == name and process.ready.get("weight_format"):
+                found.setdefault(_weights(process.ready, quantization, dtype), []).append(name)
+                break
+    return found
+
+
+def _weights(ready: Mapping[str, Any], quantization: str, dtype: str) -> str:
+    name = ready["weight_format"]
+    if kept := ready.get("matrices_as_stored"):
+        return f"{name}: {kept} matrices are multiplied as stored, any others restored to {dtype}"
+    again = "" if quantization in ("auto", "none") else f", then quantized as {quantization}"
+    return f"restored to {dtype} from {name}{again}"
 
 
 def _ranks(pool: PoolConfig) -> str:

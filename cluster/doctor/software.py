@@ -233,7 +233,11 @@ def dtype(config: ClusterConfig) -> list[Finding]:
     except ConfigError as error:
         return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="set model.dtype")]
     chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
-    if not config.pools_compute_alike:
+    quantized = {config.engine_of(pool).quantization for pool in (config.prefill, config.decode) if pool.replicas}
+    if (wanted := sorted(quantized & {"int8", "int4"})) and found != "bfloat16":
+        detail = f"{found}{chosen}, in which nothing is quantized as {wanted[0]}: workers would not start"
+        return [Finding(name="dtype", status=Status.FAIL, detail=detail, hint="set model.dtype: bfloat16")]
+    if not config.pools_quantize_alike:
         detail = (
             f"{found}{chosen}, but the pools quantize differently: an answer is that of whichever computed each part of"
             " its KV, so after a failover, or from cached blocks of an answer, it may be another"

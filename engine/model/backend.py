@@ -168,8 +168,16 @@ class Backend(Protocol):
         """Whether projections and heads copy their matrix, so that it may be a view of a file that is still mapped."""
         ...
 
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether it keeps any stored matrix: else none has to be read."""
+        ...
+
     def keeps(self, matrix: StoredMatrix) -> bool:
-        """Whether projections take this matrix as it is stored; of others they want the restored values."""
+        """Whether projections take this matrix as it is stored; of others they want the restored values.
+
+        What they take may view a file that is unmapped later, so they pack it.
+        """
         ...
 
     def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Projection:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoints.sources import TensorSource, open_source
-from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, stack
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, join
 from engine.model.config import load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
@@ -54,7 +54,7 @@ def load_model(
             _log.info("%s", summary)
         model = build_model(config, source, backend=backend, progress=progress, group=group)
     if is_first and model.num_kept:
-        _log.info("%d of these matrices are multiplied as they are stored", model.num_kept)
+        _log.info("but %d matrices are multiplied as they are stored", model.num_kept)
     return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
 
@@ -96,9 +96,9 @@ class _Loader:
         self._progress = progress
         self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
-        self._num_kept = 0
-        self._viewed: str | None = None
-        """The part that a backend may still be reading in the file."""
+        self._kept_names: set[str] = set()
+        self._viewed: set[str] = set()
+        """Tensors that a backend may still be reading in the file."""
         self._table = parameter_table(config)
         parts = (part for parts in self._table.values() for part in parts if self._shard.holds(part))
         self._num_values = sum(prod(self._local_shape(part)) for part in parts)
@@ -108,7 +108,7 @@ class _Loader:
         self._check()
         embedding, head = self._embedding_and_head()
         layers = [self._layer(i, layer) for i, layer in enumerate(config.layers)]
-        self._release_view()
+        self._release_views()
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("norm"), head=head)
         fingerprint = self._source.fingerprint(config)
         return Decoder(
@@ -117,7 +117,7 @@ class _Loader:
             backend=backend,
             fingerprint=fingerprint,
             group=self._group,
-            num_kept=self._num_kept,
+            num_kept=len(self._kept_names),
         )
 
     def _embedding_and_head(self) -> tuple[Embedding, Projection]:
@@ -208,20 +208,23 @@ class _Loader:
     def _kept(self, key: str) -> StoredMatrix | None:
         """This rank's stored parts as one matrix, if the backend keeps it so."""
         parts = [part for part in self._table[key] if self._shard.holds(part)]
-        if not all(part.is_as_stored for part in parts):
+        if not self._backend.keeps_stored or not all(part.is_as_stored for part in parts):
             return None
+        self._release_views()
         found = []
         for part in parts:
             matrix = self._source.matrix(part.name, self._shard.slice(part))
-            if matrix is None:
+            if matrix is None or not self._backend.keeps(matrix):
                 return None
             found.append(matrix)
-        whole = stack(found)
-        if not self._backend.keeps(whole):
+        whole = join(found)
+        if whole is None or not self._backend.keeps(whole):
             return None
+        names = {part.name for part in parts}
+        self._viewed |= names
+        self._kept_names |= names
         for part in parts:
             self._advance(prod(self._local_shape(part)))
-        self._num_kept += len(parts)
         return whole
 
     def _norm(self, key: str) -> Norm:
@@ -290,19 +293,19 @@ class _Loader:
         """
         if not (self._backend.packs_matrices and part.is_as_stored):
             return None
-        self._release_view()
+        self._release_views()
         stored = self._source.tensor(part.name, self._shard.slice(part))
         if stored.dtype != self._backend.dtype or not stored.is_contiguous() or not stored.numel():
             return None
         self._check_finite(part, stored)
-        self._viewed = part.name
+        self._viewed.add(part.name)
         self._advance(stored.numel())
         return stored
 
-    def _release_view(self) -> None:
-        if self._viewed is not None:
-            self._source.forget(self._viewed)
-        self._viewed = None
+    def _release_views(self) -> None:
+        for name in self._viewed:
+            self._source.forget(name)
+        self._viewed.clear()
 
     def _check_finite(self, part: StoredPart, values: Tensor) -> None:
         low, high = torch.aminmax(values)

@@ -214,11 +214,10 @@ class ClusterConfig(Section):
         return self.engine.model_copy(update=own)
 
     @property
-    def pools_compute_alike(self) -> bool:
-        """Whether both pools quantize in the same way, so that it does not matter which of them computed some KV."""
-        return (
-            not self.prefill.replicas or len({self.engine_of(p).quantization for p in (self.prefill, self.decode)}) == 1
-        )
+    def pools_quantize_alike(self) -> bool:
+        """Whether neither pool quantizes weights that the other leaves as they are, or in another way."""
+        found = {self.engine_of(pool).quantization for pool in (self.prefill, self.decode)}
+        return not self.prefill.replicas or len(found) == 1 or found == {"auto", "none"}
 
     def wire_dtype_problem(self, dtype: str) -> str | None:
         """Reason why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""
@@ -293,6 +292,11 @@ class ClusterConfig(Section):
         keys_elsewhere = self.router.api_keys_file is not None
         if not keys_elsewhere and (reason := keys_problem(self.router.api_keys, self.router.limits)):
             raise ValueError(f"router.{reason}")
+        if self.engine.disk_cache_bytes and not self.pools_quantize_alike:
+            raise ValueError(
+                "prefill.quantization and decode.quantization differ, and a disk cache (engine.disk_cache_bytes) would"
+                " outlive that difference"
+            )
         if reason := self._no_disk_cache():
             raise ValueError(reason)
         try:

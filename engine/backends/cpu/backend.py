@@ -175,7 +175,7 @@ class CpuBackend:
         self._threads = options.num_threads
         self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
-        self._keeps_stored = options.quantization == "stored" and self.dtype is torch.bfloat16
+        self.keeps_stored = options.quantization == "stored" and self.dtype is torch.bfloat16
         quantization = "none" if options.quantization == "stored" else options.quantization
         if quantization != "none" and self.dtype is not torch.bfloat16:
             raise KernelsUnavailable(
@@ -194,7 +194,7 @@ class CpuBackend:
             self.name += f"-{quantization}"
 
     def keeps(self, matrix: StoredMatrix) -> bool:
-        return self._keeps_stored and stored_arithmetic(self._library.features, matrix) is not None
+        return self.keeps_stored and stored_arithmetic(self._library.features, matrix) is not None
 
     def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Projection:
         taken = self._input_tiles(weight, role)
@@ -313,7 +313,7 @@ class CpuBackend:
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
         """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, all matrices in bf16; else none."""
-        can = self._arithmetic is Arithmetic.BF16 and not self._keeps_stored
+        can = self._arithmetic is Arithmetic.BF16 and not self.keeps_stored
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
 

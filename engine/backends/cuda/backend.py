@@ -204,6 +204,7 @@ class CudaBackend:
     """Implements engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
 
     packs_matrices = False
+    keeps_stored = False
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises ConfigError for a quantization."""

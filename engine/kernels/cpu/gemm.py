@@ -27,10 +27,10 @@ FEW_ROWS = 32
 TILE_ROWS = 16
 TILE_COLUMNS = 32
 
-# csrc/lines.h: kGroup; the code of four bits that stands for zero, and the largest that a byte holds
+# csrc/lines.h: kGroup; the largest zero that a byte holds; normal numbers of half precision
 _GROUP = 32
-_CENTRE = 8
 _MAX_ZERO = 255
+_LEAST_HALF, _LARGEST_HALF = 2.0**-14, 65504.0
 
 
 class Epilogue(IntEnum):
@@ -54,7 +54,11 @@ class Arithmetic(Enum):
     INT8_VECTORS = "int8_vectors"  # as short integers; the same bits where there is AVX-512, but for infinite inputs
     # Weights in groups of 32 of the depth, inputs in eight bits by the same groups; bf16 in and out.
     INT4 = "int4"  # around zero
-    INT4_ZEROS = "int4_zeros"  # each group around a code of its own: only weights that are stored so
+    # Only weights that are stored so:
+    INT4_ZEROS = "int4_zeros"  # each group around a code of its own
+    INT4_OFFSETS = "int4_offsets"  # a number is added to each product of code and scale
+    INT8_GROUPS = "int8_groups"  # eight bits around their middle
+    INT8_OFFSETS = "int8_offsets"
     FLOAT32 = "f32"
 
     @property
@@ -63,9 +67,23 @@ class Arithmetic(Enum):
         return torch.float32 if self is Arithmetic.FLOAT32 else torch.bfloat16
 
     @property
+    def has_groups(self) -> bool:
+        """Whether weights have scales by groups of their depth."""
+        return self in _GROUPED
+
+    @property
     def has_column_scales(self) -> bool:
         """Whether weights have one scale for each output column."""
         return self in (Arithmetic.INT8, Arithmetic.INT8_DOT, Arithmetic.INT8_VECTORS)
+
+
+_GROUPED = (
+    Arithmetic.INT4,
+    Arithmetic.INT4_ZEROS,
+    Arithmetic.INT4_OFFSETS,
+    Arithmetic.INT8_GROUPS,
+    Arithmetic.INT8_OFFSETS,
+)
 
 
 class Tiles(Flag):
@@ -149,7 +167,7 @@ class PackedLinear:
         self._reference = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
-        embeds = arithmetic not in (Arithmetic.INT4, Arithmetic.INT4_ZEROS) and not gated
+        embeds = not arithmetic.has_groups and not gated
         signature = "piipipii" if self._scales is None else "ppiipipii"
         self._embed = library.function(f"tandem_{name}_embed", signature, "i") if embeds else None
 
@@ -228,12 +246,16 @@ class PackedLinear:
             )
             return packed
         if isinstance(weight, GroupIntMatrix):
-            codes, scale = weight.codes.contiguous(), weight.scale.half().contiguous()
-            zero = weight.zero.to(torch.uint8).contiguous()
-            library.function("tandem_int4_pack_stored", "pppiiiipi")(
-                codes.data_ptr(),
-                scale.data_ptr(),
-                zero.data_ptr() if self.arithmetic is Arithmetic.INT4_ZEROS else 0,
+            # Kept until the call has returned, which has only their addresses.
+            parts = {"codes": weight.codes, "scales": weight.scale.half()}
+            if self.arithmetic is Arithmetic.INT4_ZEROS:
+                parts["zeros"] = weight.zero.to(torch.uint8)
+            if self.arithmetic in (Arithmetic.INT4_OFFSETS, Arithmetic.INT8_OFFSETS):
+                parts["offsets"] = _offsets(weight).half()
+            parts = {part: values.contiguous() for part, values in parts.items()}
+            library.function("tandem_groups_pack", "ippppiiiipi")(
+                weight.bits,
+                *(parts[part].data_ptr() if part in parts else 0 for part in ("codes", "scales", "zeros", "offsets")),
                 min(weight.group_size, self.depth),
                 self.columns,
                 self.depth,
@@ -254,21 +276,25 @@ class PackedLinear:
 def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantization: str = "none") -> Arithmetic:
     """The fastest arithmetic here for weights of `dtype`, or for their quantization: "int8" or "int4".
 
-    Raises ValueError for a dtype that has none.
+    Raises ValueError for a dtype that has none, and for another quantization.
     """
     if dtype is torch.float32 and quantization == "none":
         return Arithmetic.FLOAT32
     if dtype is not torch.bfloat16:
         raise ValueError(f"{dtype} weights cannot be packed{'' if quantization == 'none' else f' as {quantization}'}")
-    if quantization == "int4":
-        return Arithmetic.INT4
-    if quantization == "none":
-        if supports(features, Arithmetic.BF16):
-            return Arithmetic.BF16
-        return Arithmetic.BF16_DOT if features.fast_bf16_dot else Arithmetic.BF16_VECTORS
-    if supports(features, Arithmetic.INT8):
-        return Arithmetic.INT8
-    return Arithmetic.INT8_DOT if supports(features, Arithmetic.INT8_DOT) else Arithmetic.INT8_VECTORS
+    match quantization:
+        case "none":
+            if supports(features, Arithmetic.BF16):
+                return Arithmetic.BF16
+            return Arithmetic.BF16_DOT if features.fast_bf16_dot else Arithmetic.BF16_VECTORS
+        case "int8":
+            if supports(features, Arithmetic.INT8):
+                return Arithmetic.INT8
+            return Arithmetic.INT8_DOT if supports(features, Arithmetic.INT8_DOT) else Arithmetic.INT8_VECTORS
+        case "int4":
+            return Arithmetic.INT4
+        case _:
+            raise ValueError(f"weights cannot be quantized as {quantization!r:.40}")
 
 
 def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
@@ -287,28 +313,48 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
 
 
 def stored_arithmetic(features: CpuFeatures, matrix: StoredMatrix) -> Arithmetic | None:
-    """What multiplies a stored matrix by its very codes and scales; None where nothing does.
+    """What multiplies a stored matrix by its very codes; None where nothing does.
 
-    Signed bytes by row that are meant for rounded inputs. Codes of four bits in groups of whole multiples of 32, by
-    runs of columns, with zeros of at most 255 and scales that half precision holds.
+    Signed bytes by row that are meant for rounded inputs. Codes of four or eight bits by runs of a multiple of 32
+    columns, whose scales, and what is added to products, half precision holds at least up to rounding.
     """
     if isinstance(matrix, Int8Matrix):
         return best_arithmetic(features, torch.bfloat16, quantization="int8") if matrix.rounds_inputs else None
-    if not isinstance(matrix, GroupIntMatrix) or matrix.bits != 4:
-        return None
-    if matrix.offset is not None or matrix.group_of_column is not None:
+    if not isinstance(matrix, GroupIntMatrix) or matrix.group_of_column is not None:
         return None
     if matrix.group_size % _GROUP and matrix.group_size < matrix.num_columns:
         return None
-    low, high = torch.aminmax(matrix.zero)
-    if low < 0 or high > _MAX_ZERO or not torch.equal(matrix.scale.half().float(), matrix.scale.float()):
+    if not _fits_half(matrix.scale):
         return None
-    return Arithmetic.INT4 if low == high == _CENTRE else Arithmetic.INT4_ZEROS
+    if matrix.offset is None:
+        low, high = torch.aminmax(matrix.zero)
+        if low == high == 1 << (matrix.bits - 1):
+            return Arithmetic.INT4 if matrix.bits == 4 else Arithmetic.INT8_GROUPS
+        if matrix.bits == 4 and low >= 0 and high <= _MAX_ZERO:
+            return Arithmetic.INT4_ZEROS
+    if not _fits_half(_offsets(matrix)):
+        return None
+    return Arithmetic.INT4_OFFSETS if matrix.bits == 4 else Arithmetic.INT8_OFFSETS
+
+
+def _offsets(matrix: GroupIntMatrix) -> Tensor:
+    """The value of the middle code, `[rows, groups]`. It is smaller, so rounded less, than that of code zero."""
+    middle = 1 << (matrix.bits - 1)
+    values = (middle - matrix.zero.float()) * matrix.scale.float()
+    return values if matrix.offset is None else values + matrix.offset
+
+
+def _fits_half(values: Tensor) -> bool:
+    """Whether half precision holds numbers exactly, or with all its digits."""
+    wide, sizes = values.float(), values.float().abs()
+    has_all_digits = (sizes >= _LEAST_HALF) & (sizes <= _LARGEST_HALF)
+    return bool((has_all_digits | (wide.half().float() == wide)).all())
 
 
 def _fits(features: CpuFeatures, weight: Weight, arithmetic: Arithmetic) -> bool:
     if isinstance(weight, Tensor):
-        return weight.dtype is arithmetic.dtype and arithmetic is not Arithmetic.INT4_ZEROS
+        is_stored_only = arithmetic.has_groups and arithmetic is not Arithmetic.INT4
+        return weight.dtype is arithmetic.dtype and not is_stored_only
     if isinstance(weight, Int8Matrix):
         return arithmetic.has_column_scales
     return stored_arithmetic(features, weight) is arithmetic

@@ -107,7 +107,9 @@ class RestoredCheckpoint:
 
     def fingerprint(self, config: ModelSpec) -> str:
         """Name of this model's computation; covers the stored bytes, as Checkpoint's, and the format's settings."""
-        settings = json.dumps([type(self._format).__name__, asdict(self._format)], sort_keys=True)  # type: ignore[call-overload]
+        fields = asdict(self._format)  # type: ignore[call-overload]
+        fields.pop("rounds_rows", None)  # says nothing of the weights, and previous versions do not know it
+        settings = json.dumps([type(self._format).__name__, fields], sort_keys=True)
         return hashlib.sha256(f"{self._checkpoint.fingerprint(config)} {settings}".encode()).hexdigest()[:32]
 
     def _stored(self, name: str, part: str) -> str:

@@ -31,7 +31,7 @@ class TensorSource(Protocol):
         ...
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a part of its rows or columns, of any float dtype on any device; copied before the next call."""
+        """A tensor, or a part of its rows or columns, of any float dtype on any device; used until it is forgotten."""
         ...
 
     def matrix(self, name: str, part: TensorSlice | None = None) -> StoredMatrix | None:

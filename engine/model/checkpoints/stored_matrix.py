@@ -89,11 +89,15 @@ def stack(parts: Sequence[StoredMatrix]) -> StoredMatrix:
     """
     if not parts or len({part.shape[1] for part in parts}) > 1:
         raise ValueError(f"cannot stack matrices of shapes {[part.shape for part in parts]}")
+    return join(parts) or DenseMatrix(values=torch.cat([part.dequantized() for part in parts]))
+
+
+def join(parts: Sequence[StoredMatrix]) -> StoredMatrix | None:
+    """What `stack` makes where one form holds all parts, of which there is at least one; else None."""
     first, *others = parts
     if not others:
         return first
-    joined = first._joined(others) if all(type(part) is type(first) for part in others) else None
-    return joined or DenseMatrix(values=torch.cat([part.dequantized() for part in parts]))
+    return first._joined(others) if all(type(part) is type(first) for part in others) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,12 +25,19 @@ struct UnitQuad {
   int8_t units[4];
 };
 
-constexpr int64_t kGroup = 32;  // neighbours that share a scale in four-bit weights, and in the rows that they multiply
+constexpr int64_t kGroup = 32;  // neighbours that share a scale, in weights of groups and in the rows that they multiply
 
 struct UnitGroup {
   int8_t units[kGroup];
   float scale;
   int32_t sum;
+};
+
+// A group of one column of weights, before it is packed.
+struct CodeGroup {
+  uint8_t codes[kGroup];
+  uint8_t zero;
+  Float16 scale, offset;
 };
 
 // Writes the words of a line's columns as they are multiplied.
@@ -185,38 +192,74 @@ struct Int8Pairs : Int16Pairs {
 #if defined(__AVX2__) && defined(__F16C__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
 #define TANDEM_GROUP_PRODUCTS 1
 
-// Sums of a group's products in integers: the weights are unsigned, so that one instruction multiplies them by signed
-// units of a row, and adds two products or four.
+// What a group's codes are relative to.
+enum class Centre {
+  kMiddle,   // the middle code, for all groups
+  kZeros,    // a code that is stored for each group and column
+  kOffsets,  // the middle code, and a stored number is added to each product of code and scale
+};
+
+// Sums of a group's products of unsigned codes and signed units of a row, in integers.
+template <int bits>
 struct GroupSums {
   using Sum = Register;
   using Sums = FloatSums;
   using Element = UnitGroup;
   static constexpr int64_t kDepth = kGroup;
-  static constexpr int kQuads = kGroup / 4;
+  static constexpr int kQuads = kGroup / 4, kMiddle = 1 << (bits - 1);
 
 #ifdef __AVX512VNNI__
-  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
-    return (RegisterInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
+  static constexpr int kAbove = 0;  // how much higher the codes are than what is multiplied
+
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register codes, RegisterInts sum) {
+    return (RegisterInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
   }
 
   TANDEM_INLINE RegisterInts total(RegisterInts sums) { return sums; }
-#elif defined(__AVX512F__)
-  // As short integers: 16 products of at most 15 by 128 fit.
-  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
-    return (RegisterInts)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)weights, (__m512i)x));
+#else
+  // Neighbours are added as short integers, which may not overflow: 16 products of at most 15 by 128 fit; of eight bits
+  // only two do, and only if the codes are signed too.
+  static constexpr int kAbove = bits == 4 ? 0 : 128;
+
+  TANDEM_INLINE RegisterInts multiply_add(Register x, Register codes, RegisterInts sum) {
+    if constexpr (bits == 4) return add_shorts(sum, products(codes, x));
+    const auto weights = (Register)((RegisterBits)codes ^ 0x80808080u);
+#ifdef __AVX512F__
+    const __mmask64 negative = _mm512_movepi8_mask((__m512i)weights);
+    const __m512i signs = _mm512_mask_sub_epi8((__m512i)x, negative, __m512i{}, (__m512i)x);
+    return sum + pairs(products((Register)_mm512_abs_epi8((__m512i)weights), (Register)signs));
+#else
+    const __m256i signs = _mm256_sign_epi8((__m256i)x, (__m256i)weights);
+    return sum + pairs(products((Register)_mm256_abs_epi8((__m256i)weights), (Register)signs));
+#endif
   }
 
-  TANDEM_INLINE RegisterInts total(RegisterInts sums) {
-    return (RegisterInts)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+  TANDEM_INLINE RegisterInts total(RegisterInts sums) { return bits == 4 ? pairs(sums) : sums; }
+
+ private:
+#ifdef __AVX512F__
+  TANDEM_INLINE RegisterInts products(Register codes, Register x) {
+    return (RegisterInts)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+  }
+  TANDEM_INLINE RegisterInts add_shorts(RegisterInts a, RegisterInts b) {
+    return (RegisterInts)_mm512_add_epi16((__m512i)a, (__m512i)b);
+  }
+  TANDEM_INLINE RegisterInts pairs(RegisterInts shorts) {
+    return (RegisterInts)_mm512_madd_epi16((__m512i)shorts, _mm512_set1_epi16(1));
   }
 #else
-  TANDEM_INLINE RegisterInts multiply_add(Register x, Register weights, RegisterInts sum) {
-    return (RegisterInts)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)x));
+  TANDEM_INLINE RegisterInts products(Register codes, Register x) {
+    return (RegisterInts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
   }
+  TANDEM_INLINE RegisterInts add_shorts(RegisterInts a, RegisterInts b) {
+    return (RegisterInts)_mm256_add_epi16((__m256i)a, (__m256i)b);
+  }
+  TANDEM_INLINE RegisterInts pairs(RegisterInts shorts) {
+    return (RegisterInts)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
+  }
+#endif
 
-  TANDEM_INLINE RegisterInts total(RegisterInts sums) {
-    return (RegisterInts)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
-  }
+ public:
 #endif
 
   // Of a row, as it is multiplied by every column.
@@ -227,50 +270,52 @@ struct GroupSums {
   }
 };
 
-// A line for many rows: a word of each column for every four of the depth, then the columns' scales, then their zeros.
-template <bool kHasZeros>
-struct ExpandedGroups : GroupSums {
+// A line for many rows: a word of each column for every four of the depth, then the columns' scales, then their zeros
+// or offsets.
+template <int bits, Centre centre>
+struct ExpandedGroups : GroupSums<bits> {
   using Expanded = ExpandedGroups;
-  static constexpr int64_t kBytes = (kQuads + 1 + kHasZeros) * kPanel * 4;
+  using GroupSums<bits>::kQuads;
+  static constexpr Centre kCentre = centre;
+  static constexpr int64_t kBytes = (kQuads + 1 + (centre != Centre::kMiddle)) * kPanel * 4;
 
   TANDEM_INLINE Register columns(const char* line, int quad, int i) {
     return load_register(reinterpret_cast<const float*>(line) + quad * kPanel + i * kRegisterLanes);
   }
 
   TANDEM_INLINE Register scales(const char* line, int i) { return columns(line, kQuads, i); }
-
-  TANDEM_INLINE RegisterInts zeros(const char* line, int i) {
-    if constexpr (!kHasZeros) return 8 - RegisterInts{};
-    return (RegisterInts)columns(line, kQuads + 1, i);
-  }
+  TANDEM_INLINE RegisterInts zeros(const char* line, int i) { return (RegisterInts)columns(line, kQuads + 1, i); }
+  TANDEM_INLINE Register offsets(const char* line, int i) { return columns(line, kQuads + 1, i); }
 };
 
-// Weights of four bits as they are stored: unsigned codes, and for each column a scale in half precision and the code
-// that stands for zero, which is 8 unless there are zeros. Of each eight of the depth the first four are the low halves
-// of a column's word, the others the high ones.
-template <bool kHasZeros>
-struct Int4Groups : GroupSums {
-  using Expanded = ExpandedGroups<kHasZeros>;
-  static constexpr int64_t kScalesAt = kPanel * kGroup / 2, kZerosAt = kScalesAt + kPanel * 2;
-  static constexpr int64_t kBytes = kZerosAt + (kHasZeros ? kPanel : 0);
+// Weights as they are stored: codes, and for each column a scale in half precision, and its zero or offset. Of codes of
+// four bits each eight of the depth share a word of a column, the first four in the low halves of its bytes.
+template <int bits, Centre centre>
+struct StoredGroups : GroupSums<bits> {
+  using Expanded = ExpandedGroups<bits, centre>;
+  using GroupSums<bits>::kQuads;
+  static constexpr Centre kCentre = centre;
+  static constexpr int64_t kScalesAt = kPanel * kGroup * bits / 8, kCentresAt = kScalesAt + kPanel * 2;
+  static constexpr int64_t kBytes =
+      kCentresAt + (centre == Centre::kMiddle ? 0 : centre == Centre::kZeros ? kPanel : kPanel * 2);
 
   TANDEM_INLINE Register columns(const char* line, int quad, int i) {
     RegisterBits words;
-    std::memcpy(&words, line + quad / 2 * (kPanel * 4) + i * TANDEM_REGISTER_BYTES, sizeof words);
-    return (Register)((quad % 2 ? words >> 4 : words) & 0x0f0f0f0fu);
+    std::memcpy(&words, line + quad * bits / 8 * (kPanel * 4) + i * TANDEM_REGISTER_BYTES, sizeof words);
+    if constexpr (bits == 4) words = (quad % 2 ? words >> 4 : words) & 0x0f0f0f0fu;
+    return (Register)words;
   }
 
-  TANDEM_INLINE Register scales(const char* line, int i) {
-    return load_register(reinterpret_cast<const Float16*>(line + kScalesAt) + i * kRegisterLanes);
-  }
+  TANDEM_INLINE Register scales(const char* line, int i) { return halves(line + kScalesAt, i); }
 
   TANDEM_INLINE RegisterInts zeros(const char* line, int i) {
-    if constexpr (!kHasZeros) return 8 - RegisterInts{};
     typedef uint8_t Bytes __attribute__((vector_size(kRegisterLanes)));
     Bytes found;
-    std::memcpy(&found, line + kZerosAt + i * kRegisterLanes, sizeof found);
+    std::memcpy(&found, line + kCentresAt + i * kRegisterLanes, sizeof found);
     return __builtin_convertvector(found, RegisterInts);
   }
+
+  TANDEM_INLINE Register offsets(const char* line, int i) { return halves(line + kCentresAt, i); }
 
   static void expand(const char* line, char* to) {
     const auto write = [&](auto found) {
@@ -281,17 +326,25 @@ struct Int4Groups : GroupSums {
       for (int i = 0; i < kLineRegisters; ++i) write(columns(line, quad, i));
     }
     for (int i = 0; i < kLineRegisters; ++i) write(scales(line, i));
-    for (int i = 0; kHasZeros && i < kLineRegisters; ++i) write(zeros(line, i));
+    for (int i = 0; centre == Centre::kZeros && i < kLineRegisters; ++i) write(zeros(line, i));
+    for (int i = 0; centre == Centre::kOffsets && i < kLineRegisters; ++i) write(offsets(line, i));
   }
 
-  // Puts a column's codes, scale and zero into a line of zeros.
-  static void put(char* line, int64_t column, const uint8_t* codes, Float16 scale, uint8_t zero) {
+  // Writes a column's group into a line of zeros.
+  static void write_column(char* line, int64_t column, const CodeGroup& group) {
     for (int64_t k = 0; k < kGroup; ++k) {
-      char& byte = line[k / 8 * (kPanel * 4) + column * 4 + k % 4];
-      byte = static_cast<char>(byte | codes[k] << (k % 8 < 4 ? 0 : 4));
+      const int64_t word = bits == 4 ? k / 8 : k / 4, shift = bits == 4 && k % 8 >= 4 ? 4 : 0;
+      char& byte = line[word * (kPanel * 4) + column * 4 + k % 4];
+      byte = static_cast<char>(byte | group.codes[k] << shift);
     }
-    std::memcpy(line + kScalesAt + column * 2, &scale, sizeof scale);
-    if (kHasZeros) line[kZerosAt + column] = static_cast<char>(zero);
+    std::memcpy(line + kScalesAt + column * 2, &group.scale, sizeof group.scale);
+    if (centre == Centre::kZeros) line[kCentresAt + column] = static_cast<char>(group.zero);
+    if (centre == Centre::kOffsets) std::memcpy(line + kCentresAt + column * 2, &group.offset, sizeof group.offset);
+  }
+
+ private:
+  TANDEM_INLINE Register halves(const char* from, int i) {
+    return load_register(reinterpret_cast<const Float16*>(from) + i * kRegisterLanes);
   }
 };
 #endif

@@ -73,6 +73,13 @@ TANDEM_INLINE void multiply_line(const char* line, const typename Lines::Element
   }
 }
 
+// How much higher what is multiplied is than a weight in units of its scale.
+template <class Lines>
+TANDEM_INLINE RegisterInts above(const char* line, int i) {
+  if constexpr (Lines::kCentre == Centre::kZeros) return Lines::kAbove - Lines::zeros(line, i);
+  return Lines::kAbove - Lines::kMiddle - RegisterInts{};
+}
+
 // The same for a group: integers first, whose sum is scaled once. Narrow registers have room for those of one register
 // of columns at a time.
 template <class Lines, int Rows, int Sums>
@@ -97,12 +104,15 @@ TANDEM_INLINE void multiply_group(const char* line, const UnitGroup* x, int64_t 
 #pragma GCC unroll 2
     for (int i = 0; i < kTogether; ++i) {
       const Register scales = Lines::scales(line, begin + i);
-      const RegisterInts zeros = Lines::zeros(line, begin + i);
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
         const UnitGroup& row = x[r * stride];
-        const RegisterInts product = Lines::total(integers[r][i]) - zeros * row.sum;
         auto& sum = sums[r][first + begin + i];
+        if constexpr (Lines::kCentre == Centre::kOffsets) {
+          const float units = static_cast<float>(row.sum) * row.scale;
+          sum = fused_register(splat_register(units), Lines::offsets(line, begin + i), sum);
+        }
+        const RegisterInts product = Lines::total(integers[r][i]) + row.sum * above<Lines>(line, begin + i);
         sum = fused_register(__builtin_convertvector(product, Register) * row.scale, scales, sum);
       }
     }
@@ -452,7 +462,7 @@ int64_t embed_quantized(const int8_t* packed, const float* scales, int64_t colum
   });
 }
 
-// Packs weights of four bits into panels. fill(row, k, codes, scale, zero) is called for each group of each row.
+// Packs weights in groups into panels; fill(row, k, group) is called for each group of each row.
 template <class Lines, class Fill>
 void pack_groups(int64_t columns, int64_t depth, bool gated, char* packed, int64_t threads, Fill&& fill) {
   const int64_t panels = ceil_div(columns, gated ? kPanel / 2 : kPanel), lines = lines_of<Lines>(depth);
@@ -465,10 +475,9 @@ void pack_groups(int64_t columns, int64_t depth, bool gated, char* packed, int64
         for (int64_t column = 0; column < kPanel; ++column) {
           const int64_t row = source_row(columns, gated, panel, column);
           if (row < 0) continue;
-          uint8_t codes[kGroup] = {}, zero = 8;
-          Float16 scale{};
-          fill(row, k, codes, &scale, &zero);
-          Lines::put(line, column, codes, scale, zero);
+          CodeGroup group = {};
+          fill(row, k, group);
+          Lines::write_column(line, column, group);
         }
       }
     }

@@ -63,6 +63,8 @@ class CompressedTensorsFormat:
     is_symmetric: bool
     has_activation_order: bool
     rounds_activations: bool
+    rounds_rows: bool = False
+    """Whether inputs are rounded to signed bytes, each row by a scale of its own."""
     unused: tuple[str, ...] = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
 
     @property
@@ -100,7 +102,7 @@ class CompressedTensorsFormat:
             return fp8_matrix(codes, scale, block)
         scale = scale.reshape(-1, 1).expand(rows, 1) if self.strategy == "tensor" else scale.reshape(rows, -1)
         if self.is_symmetric and self.group_size is None:
-            return Int8Matrix(codes=codes, scale=scale[:, 0].float(), rounds_inputs=self.rounds_activations)
+            return Int8Matrix(codes=codes, scale=scale[:, 0].float(), rounds_inputs=self.rounds_rows)
         zero = torch.zeros((), dtype=torch.int16).expand(scale.shape)
         if not self.is_symmetric:
             zero = parts["weight_zero_point"].reshape(-1, scale.shape[1]).expand(scale.shape).to(torch.int16)
@@ -165,6 +167,14 @@ class CompressedTensorsFormat:
         return ((rows, 1), (rows,))
 
 
+def _rounds_rows(inputs: Any) -> bool:
+    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token"}
+    usual = {"type": "int", "symmetric": True}
+    return isinstance(inputs, Mapping) and all(
+        (usual | dict(inputs)).get(name) == value for name, value in wanted.items()
+    )
+
+
 def parse_compressed_tensors(fields: Fields, raw: Mapping[str, Any]) -> CompressedTensorsFormat:
     """Read the settings. Raises ConfigError, also where groups of layers differ in how their weights are stored."""
     check_settings(fields, {**raw, **_without_sparsity(fields)}, "compressed-tensors", _KNOWN)
@@ -220,4 +230,5 @@ def _parse_group(name: str, raw: Any, layout: str) -> CompressedTensorsFormat:
         is_symmetric=is_symmetric,
         has_activation_order=strategy == "group" and weights.get("actorder") in ("group", "dynamic"),
         rounds_activations=group.has("input_activations"),
+        rounds_rows=_rounds_rows(group.get("input_activations")),
     )

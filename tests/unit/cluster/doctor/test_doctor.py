@@ -110,8 +110,15 @@ def test_doctor_says_what_pools_that_quantize_differently_mean() -> None:
     found = dtype_of(decode__quantization="int4", model__dtype="bfloat16", engine__deterministic=True)
     assert found.status is Status.INFO
     assert "the pools quantize differently" in found.detail
-    alone = dtype_of(decode__quantization="int4", prefill__replicas=0, model__dtype="float32")
-    assert alone.detail == "float32"
+    alone = dtype_of(decode__quantization="int4", prefill__replicas=0, model__dtype="bfloat16")
+    assert "the pools" not in alone.detail
+
+
+def test_doctor_fails_where_nothing_is_quantized_in_the_models_dtype() -> None:
+    found = dtype_of(engine__quantization="int4")
+    assert found.status is Status.FAIL
+    assert found.detail.startswith("float32 (auto: the built-in model's), in which nothing is quantized as int4")
+    assert dtype_of(engine__quantization="int4", model__dtype="bfloat16").status is not Status.FAIL
 
 
 def test_doctor_reports_inexact_resume_dtype(tmp_path: Path) -> None:

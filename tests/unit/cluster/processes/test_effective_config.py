@@ -333,10 +333,18 @@ def test_banner_shows_auto_dtype_and_failover_note():
 
 
 def test_banner_says_that_pools_quantize_differently():
-    for ways, told in (({"decode.quantization": "int4"}, True), ({"engine.quantization": "int4"}, False)):
-        config = load(None, {"model.dtype": "bfloat16", **ways})
+    cases = {"decode.quantization": "int4"}, {"engine.quantization": "int4"}, {"decode.quantization": "none"}
+    for differ, overrides in zip((True, False, False), cases, strict=True):
+        config = load(None, {"model.dtype": "bfloat16", **overrides})
         effective = make_effective(config)
-        assert (banner.POOLS_NOTE in show(config, effective, make_views(effective), width=80)) == told
+        assert (banner.POOLS_NOTE in show(config, effective, make_views(effective), width=80)) == differ
+
+
+def test_disk_cache_and_pools_that_quantize_differently_are_refused():
+    cache = {"engine.disk_cache_bytes": 2**30, "engine.host_cache_bytes": 2**30, "engine.disk_cache_path": "/tmp/x"}
+    load(None, {**cache, "engine.quantization": "int4"})
+    with pytest.raises(ConfigError, match=r"prefill\.quantization and decode\.quantization differ, and a disk cache"):
+        load(None, {**cache, "decode.quantization": "int4"})
 
 
 def test_banner_shows_what_weights_are_restored_from():
@@ -345,6 +353,16 @@ def test_banner_shows_what_weights_are_restored_from():
     assert "restored" not in show(ClusterConfig(), effective, views)
     worker = replace(views[0], ready=views[0].ready | {"dtype": "bfloat16", "weight_format": "AWQ, 4 bits"})
     assert "restored to bfloat16 from AWQ, 4 bits" in show(ClusterConfig(), effective, [worker, views[1]])
+    kept = replace(worker, ready=worker.ready | {"matrices_as_stored": 14})
+    text = show(ClusterConfig(), effective, [kept, views[1]], width=120)
+    assert "AWQ, 4 bits: 14 matrices are multiplied as stored, any others restored to bfloat16" in text
+    prefill = replace(worker, name="prefill-0", role=Role.PREFILL)
+    text = show(ClusterConfig(), effective, [replace(kept, role=Role.DECODE), prefill, views[1]], width=120)
+    assert "multiplied as stored, any others restored to bfloat16 (decode)" in text
+    assert "restored to bfloat16 from AWQ, 4 bits (prefill)" in text
+    assert banner.POOLS_NOTE in text
+    again = make_effective(load(None, {"engine.quantization": "int8", "model.dtype": "bfloat16"}))
+    assert "from AWQ, 4 bits, then quantized as int8" in show(ClusterConfig(), again, [worker, views[1]], width=120)
 
 
 def test_banner_shows_gpus_if_any():

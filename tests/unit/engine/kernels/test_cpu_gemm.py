@@ -26,10 +26,11 @@ from tests.support.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
-ALL = tuple(arithmetic for arithmetic in Arithmetic if arithmetic is not Arithmetic.INT4_ZEROS)
+ALL = tuple(one for one in Arithmetic if not one.has_groups or one is Arithmetic.INT4)
 EIGHT_BITS = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.has_column_scales)
 QUANTIZED = (*EIGHT_BITS, Arithmetic.INT4)
 WHOLE = tuple(arithmetic for arithmetic in ALL if arithmetic not in QUANTIZED)
+GROUPED = tuple(one for one in Arithmetic if one.has_groups)
 GROUP = 32
 
 
@@ -264,40 +265,54 @@ def test_cpu_gemm_int4_stores_what_loses_least(library, depth):
     assert lost.sum() < 0.95 * nearest_max
 
 
-def stored_matrix(num_rows, num_columns, group_size, *, zeros, seed=3, scale_dtype=torch.float16):
-    """Random codes and scales; `zeros`: each group has its own."""
+def stored_matrix(num_rows, num_columns, group_size, arithmetic, *, seed=3, scale_dtype=torch.float16):
+    """Random codes and scales, and what else `arithmetic` has."""
     generator = torch.Generator().manual_seed(seed)
-    groups = -(-num_columns // group_size)
-    zero = torch.randint(0, 17, (num_rows, groups), generator=generator) if zeros else torch.full((num_rows, groups), 8)
+    bits = 8 if "int8" in arithmetic.value else 4
+    shape = (num_rows, -(-num_columns // group_size))
+    codes = torch.randint(0, 1 << bits, (num_rows, num_columns), generator=generator).to(torch.uint8)
+    zero = torch.full(shape, 1 << (bits - 1))
+    if arithmetic is Arithmetic.INT4_ZEROS:
+        zero = torch.randint(0, 17, shape, generator=generator)
+    has_offsets = arithmetic in (Arithmetic.INT4_OFFSETS, Arithmetic.INT8_OFFSETS)
     return GroupIntMatrix(
-        bits=4,
+        bits=bits,
         num_columns=num_columns,
-        codes=pack_nibbles(torch.randint(0, 16, (num_rows, num_columns), generator=generator).to(torch.uint8)),
-        scale=(torch.rand(num_rows, groups, generator=generator) * 0.02 + 1e-3).to(scale_dtype),
-        zero=zero.to(torch.int16),
+        codes=codes if bits == 8 else pack_nibbles(codes),
+        scale=(torch.rand(shape, generator=generator) * 0.32 / (1 << bits) + 1e-4).to(scale_dtype),
+        zero=zero.to(torch.int16) * (0 if has_offsets else 1),
         group_size=group_size,
+        offset=(-torch.rand(shape, generator=generator) * 0.2).half().float() if has_offsets else None,
     )
 
 
+def with_rounded_offsets(matrix):
+    """The value of the middle code is kept in half precision."""
+    if matrix.offset is None:
+        return matrix
+    middle = 1 << (matrix.bits - 1)
+    of_middle = (middle * matrix.scale.float() + matrix.offset).half().float()
+    return replace(matrix, zero=torch.full_like(matrix.zero, middle), offset=of_middle)
+
+
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-@pytest.mark.parametrize("zeros", [False, True])
-def test_cpu_gemm_stored_int4_multiplies_by_the_restored_values(library, zeros, epilogue):
-    needs(Arithmetic.INT4)
+@pytest.mark.parametrize("arithmetic", GROUPED)
+def test_cpu_gemm_stored_groups_multiply_by_the_restored_values(library, arithmetic, epilogue):
+    needs(arithmetic)
     sizes = [(64, 96, 32, torch.float16), (100, 70, 64, torch.bfloat16), (32, 1000, 128, torch.float16)]
     sizes += [(34, 65, 65, torch.float32), (200, 1101, 2048, torch.float16)]
     for columns, depth, group_size, scale_dtype in sizes:
-        matrix = stored_matrix(columns, depth, group_size, zeros=zeros, scale_dtype=scale_dtype)
+        matrix = stored_matrix(columns, depth, group_size, arithmetic, scale_dtype=scale_dtype)
         if scale_dtype is torch.float32:
             matrix = replace(matrix, scale=matrix.scale.half().float())
-        arithmetic = stored_arithmetic(library.features, matrix)
-        assert arithmetic is (Arithmetic.INT4_ZEROS if zeros else Arithmetic.INT4)
+        assert stored_arithmetic(library.features, matrix) is arithmetic
         linear = pack(library, arithmetic, matrix, torch.randn(columns).bfloat16(), epilogue)
         plain = pack(library, arithmetic, matrix, epilogue=Epilogue.STORE_FLOAT32)
         for num_rows in ROWS:
             x = torch.randn(num_rows, depth).bfloat16()
             product = torch.empty(num_rows, columns)
             plain(x, product)
-            reference = grouped_rows(x) @ matrix.dequantized().double().T
+            reference = grouped_rows(x) @ with_rounded_offsets(matrix).dequantized().double().T
             # Everything but the last sums is exact: one rounding of each group's product, and one of its sum.
             assert (product - reference).abs().max() <= 3e-6 * (1 + reference.abs().max()) * depth**0.5
             together = torch.ones(num_rows, linear.columns).to(linear.out_dtype)
@@ -309,7 +324,7 @@ def test_cpu_gemm_stored_int4_multiplies_by_the_restored_values(library, zeros, 
 
 
 def test_cpu_gemm_stored_int4_parts_and_stacks_give_the_same_bits(library):
-    matrix = stored_matrix(96, 256, 64, zeros=True)
+    matrix = stored_matrix(96, 256, 64, Arithmetic.INT4_ZEROS)
     x = torch.randn(9, 256).bfloat16()
     whole, parts = torch.empty(9, 96), torch.empty(9, 96)
     pack(library, Arithmetic.INT4_ZEROS, matrix, epilogue=Epilogue.STORE_FLOAT32)(x, whole)
@@ -317,7 +332,7 @@ def test_cpu_gemm_stored_int4_parts_and_stacks_give_the_same_bits(library):
         some = pack(library, Arithmetic.INT4_ZEROS, matrix.rows(begin, begin + 32), epilogue=Epilogue.STORE_FLOAT32)
         some(x, parts[:, begin : begin + 32])
     assert torch.equal(whole, parts)
-    coarse = stored_matrix(32, 256, 128, zeros=True, seed=4)
+    coarse = stored_matrix(32, 256, 128, Arithmetic.INT4_ZEROS, seed=4)
     joined = stack([matrix, coarse])
     both = torch.empty(9, 128)
     pack(library, Arithmetic.INT4_ZEROS, joined, epilogue=Epilogue.STORE_FLOAT32)(x, both)
@@ -359,17 +374,19 @@ def test_cpu_gemm_stored_int8_multiplies_by_its_codes(library):
     assert torch.equal(out, sums.float() * unit * matrix.scale)
 
 
-def test_cpu_gemm_only_forms_that_lose_nothing_stay_stored(library):
-    matrix = stored_matrix(8, 128, 64, zeros=False)
+def test_cpu_gemm_only_forms_with_kernels_stay_stored(library):
+    matrix = stored_matrix(8, 128, 64, Arithmetic.INT4)
     assert stored_arithmetic(library.features, matrix) is Arithmetic.INT4
+    finer = replace(matrix, scale=matrix.scale.float() * (1 + 2**-15), zero=matrix.zero - 9)
+    assert stored_arithmetic(library.features, finer) is Arithmetic.INT4_OFFSETS
+    eight = replace(matrix, bits=8, codes=torch.zeros(8, 128, dtype=torch.uint8))
+    assert stored_arithmetic(library.features, eight) is Arithmetic.INT8_OFFSETS
     others = [
         replace(matrix, group_size=16, scale=torch.ones(8, 8), zero=torch.full((8, 8), 8, dtype=torch.int16)),
-        replace(matrix, offset=torch.zeros(8, 2)),
+        replace(matrix, offset=torch.full((8, 2), 1e5)),
         replace(matrix, group_of_column=torch.arange(128) // 64),
-        replace(matrix, scale=matrix.scale.float() * (1 + 2**-15)),
         replace(matrix, scale=matrix.scale.bfloat16() * 1e-9),
-        replace(matrix, zero=matrix.zero - 9),
-        replace(matrix, bits=8, codes=torch.zeros(8, 128, dtype=torch.uint8)),
+        replace(matrix, scale=matrix.scale.float() * 1e9),
         DenseMatrix(values=torch.ones(8, 128)),
         Int8Matrix(codes=torch.ones(8, 128, dtype=torch.int8), scale=torch.ones(8)),
     ]
@@ -383,7 +400,7 @@ def test_cpu_gemm_int4_takes_9_bits_for_two_weights(library):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx512vnni"])
-def test_cpu_gemm_int4_gives_the_same_bits_with_fewer_instructions(library, flag, tmp_path, monkeypatch):
+def test_cpu_gemm_groups_give_the_same_bits_with_fewer_instructions(library, flag, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
     other = KernelLibrary(build.build(tmp_path))
     generator = torch.Generator().manual_seed(1)
@@ -393,12 +410,17 @@ def test_cpu_gemm_int4_gives_the_same_bits_with_fewer_instructions(library, flag
         for num_rows in ROWS:
             x = torch.randn(num_rows, depth, generator=generator).bfloat16()
             for epilogue in Epilogue:
-                results = []
-                for one in (library, other):
-                    linear = pack(one, Arithmetic.INT4, weight, bias, epilogue)
-                    results.append(torch.ones(num_rows, linear.columns).to(linear.out_dtype))
-                    linear(x, results[-1])
-                assert torch.equal(*results), (columns, depth, num_rows, epilogue)
+                stored = [stored_matrix(columns, depth, 64, arithmetic) for arithmetic in GROUPED]
+                if columns == 100:  # the largest sums
+                    x = torch.where(x < 0, -3.0, 3.0).bfloat16()
+                    stored = [replace(matrix, codes=torch.full_like(matrix.codes, 255)) for matrix in stored]
+                for arithmetic, matrix in ((Arithmetic.INT4, weight), *zip(GROUPED, stored, strict=True)):
+                    results = []
+                    for one in (library, other):
+                        linear = pack(one, arithmetic, matrix, bias, epilogue)
+                        results.append(torch.ones(num_rows, linear.columns).to(linear.out_dtype))
+                        linear(x, results[-1])
+                    assert torch.equal(*results), (arithmetic, columns, depth, num_rows, epilogue)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -535,6 +557,8 @@ def test_cpu_gemm_without_amx_is_detected():
     assert best_arithmetic(vnni, torch.bfloat16, quantization="int8") is Arithmetic.INT8_DOT
     assert best_arithmetic(amx, torch.bfloat16, quantization="int8") is Arithmetic.INT8
     assert best_arithmetic(features, torch.bfloat16, quantization="int4") is Arithmetic.INT4
+    with pytest.raises(ValueError, match="cannot be quantized as 'auto'"):
+        best_arithmetic(features, torch.bfloat16, quantization="auto")
     with pytest.raises(ValueError, match="as int8"):
         best_arithmetic(features, torch.float32, quantization="int8")
 
