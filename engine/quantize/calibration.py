@@ -65,7 +65,8 @@ class CalibratedModel:
         if any(not 0 <= token < spec.vocab_size for chunk in chunks for token in chunk):
             raise ConfigError(f"calibration: token ids must be below the model's vocab_size {spec.vocab_size}")
         table = checkpoint.tensor(_EMBEDDING)
-        self._states = [table[torch.tensor(chunk)].float() * spec.embedding_scale for chunk in chunks]
+        self.states = [table[torch.tensor(chunk)].float() * spec.embedding_scale for chunk in chunks]
+        """Hidden states of each example before the next layer, float32 `[num_rows, hidden_size]`."""
 
     def measure(self, index: int, *, with_gram: bool) -> dict[str, InputStatistics]:
         """Statistics of the inputs of a layer's projections, by the parameter table's names in a layer.
@@ -74,7 +75,7 @@ class CalibratedModel:
         """
         backend = _MeasuringBackend(with_gram=with_gram)
         runner = _LayerRunner(self._spec, _LayerSource(self._checkpoint, self._spec, index, {}), index, backend)
-        for states in self._states:
+        for states in self.states:
             runner.run(states)
         return backend.statistics
 
@@ -82,7 +83,7 @@ class CalibratedModel:
         """Pass a layer, with some tensors replaced, by their stored names: the next one is measured with its results."""
         source = _LayerSource(self._checkpoint, self._spec, index, replaced)
         runner = _LayerRunner(self._spec, source, index, _GivenStatesBackend())
-        self._states = [runner.run(states) for states in self._states]
+        self.states = [runner.run(states) for states in self.states]
 
 
 class _GivenStatesBackend(TorchBackend):
