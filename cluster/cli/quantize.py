@@ -80,7 +80,7 @@ def quantize(
 
 
 def calibration_chunks(directory: Path, text: Path, *, count: int, size: int) -> list[list[int]]:
-    """Token ids of the beginning of a text: at most `count` pieces of `size`, each after what the tokenizer begins with.
+    """Token ids of the beginning of a text: at most `count` pieces of `size`, each begun as the tokenizer begins a text.
 
     A shorter rest is left out, unless it is all there is. Raises ConfigError for files that cannot be read, and for a
     text without tokens.
@@ -96,7 +96,8 @@ def calibration_chunks(directory: Path, text: Path, *, count: int, size: int) ->
         letter, marked = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     except InvalidRequest:  # whose message is about a client's prompt
         raise ConfigError(f"{text}: has characters that cannot be tokenized, such as NUL") from None
-    start = marked[: -len(letter)] if letter and marked[-len(letter) :] == letter else []
+    found = (at for at in range(len(marked)) if letter and marked[at : at + len(letter)] == letter)
+    start = marked[: next(found, 0)]
     width = max(1, size - len(start))
     pieces = [plain[begin : begin + width] for begin in range(0, min(len(plain), count * width), width)]
     whole_pieces = [piece for piece in pieces if len(piece) == width] or pieces

@@ -1,7 +1,7 @@
 """Runs a model over example tokens, one layer at a time, and measures the inputs of each projection.
 
-Of the whole model only one layer is in memory, with the hidden states of all examples before it. A layer is a Decoder of
-its own, with a backend that measures: so every family is computed by the code that serves it.
+Of the whole model only one layer is in memory, with the hidden states of all examples before it. A layer is a Decoder
+of its own, with a backend that measures: so every family is computed by the code that serves it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ from engine.types.step_inputs import StepInputs
 from tandem.errors import ConfigError
 
 _EMBEDDING = "model.embed_tokens.weight"
+_FIRST_LAYER = f"{LAYERS}0."
 _PARAMETERS = {ProjectionRole.QKV: "qkv", ProjectionRole.OUTPUT: "output", ProjectionRole.DOWN: "down"}
 _GATE_UP = "gate_up"
 
@@ -80,7 +81,9 @@ class CalibratedModel:
         return backend.statistics
 
     def advance(self, index: int, replaced: Mapping[str, Tensor]) -> None:
-        """Pass a layer, with some tensors replaced, by their stored names: the next one is measured with its results."""
+        """Pass a layer: the next one is measured with its results. `replaced`: tensors to take instead of the
+        checkpoint's, by their names there.
+        """
         source = _LayerSource(self._checkpoint, self._spec, index, replaced)
         runner = _LayerRunner(self._spec, source, index, _GivenStatesBackend())
         self.states = [runner.run(states) for states in self.states]
@@ -148,7 +151,9 @@ class _MeasuredGate(GatedLinear):
 
     __slots__ = ("_statistics",)
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, statistics: InputStatistics) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, statistics: InputStatistics
+    ) -> None:
         super().__init__(weight, bias, activation)
         self._statistics = statistics
 
@@ -190,15 +195,19 @@ class _LayerSource:
         return ""  # nobody exchanges this model's KV
 
     def _stored(self, name: str) -> str:
-        return name.replace(f"{LAYERS}0.", self._prefix, 1)
+        return name.replace(_FIRST_LAYER, self._prefix, 1)
 
 
 class _LayerRunner:
     """One layer with its attention, for sequences of any lengths."""
 
     def __init__(self, spec: ModelSpec, source: _LayerSource, index: int, backend: _GivenStatesBackend) -> None:
+        """Raises ConfigError, naming the tensor as the whole model has it."""
         self._backend = backend
-        self._decoder = build_model(_alone(spec, index), source, backend=backend)
+        try:
+            self._decoder = build_model(_alone(spec, index), source, backend=backend)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(_FIRST_LAYER, f"{LAYERS}{index}.")) from None
 
     def run(self, states: Tensor) -> Tensor:
         """What the layer makes of the hidden states of one sequence, `[num_rows, hidden_size]`."""

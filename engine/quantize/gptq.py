@@ -22,8 +22,8 @@ _MAX_DAMPING = 1.0
 def correction_factor(gram: Tensor) -> Tensor:
     """The upper triangle U with `U.T @ U = inverse(gram + damping)`, float32 `[columns, columns]`.
 
-    `gram`: sums of products of the inputs' columns, `[columns, columns]`. A column whose inputs were all zero is rounded
-    on its own. Raises ConfigError when the matrix is not finite, or not that of any inputs.
+    `gram`: sums of products of the inputs' columns, `[columns, columns]`. A column whose inputs were all zero is
+    rounded on its own. Raises ConfigError when the matrix is not finite, or not that of any inputs.
     """
     diagonal = gram.diagonal().double()
     mean = diagonal.mean()

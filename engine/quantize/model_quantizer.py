@@ -236,7 +236,7 @@ class _Job:
     def _smoothed(
         self, index: int, statistics: Mapping[str, InputStatistics]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Changed tensors of norms by name, and factors of the columns of weights by projection; none but for smooth."""
+        """Changed tensors of norms by name, and factors of columns of weights by projection; none but for `smooth`."""
         changed: dict[str, Tensor] = {}
         columns: dict[str, Tensor] = {}
         if self._settings.method is not Method.SMOOTH:
