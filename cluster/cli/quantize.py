@@ -80,7 +80,7 @@ def quantize(
 
 
 def calibration_chunks(directory: Path, text: Path, *, count: int, size: int) -> list[list[int]]:
-    """Token ids of the beginning of a text: at most `count` pieces of `size`, each begun as the tokenizer begins a text.
+    """Token ids of the beginning of a text: at most `count` pieces of `size`, each begun as the tokenizer begins texts.
 
     A shorter rest is left out, unless it is all there is. Raises ConfigError for files that cannot be read, and for a
     text without tokens.

@@ -39,7 +39,8 @@ def correction_factor(gram: Tensor) -> Tensor:
         del damped  # large in wide MLPs
         if not failed:
             identity = torch.eye(len(lower), dtype=lower.dtype)
-            return torch.linalg.solve_triangular(lower, identity, upper=False).float().flip(0, 1)
+            inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
+            return inverse.float().flip(0, 1)
         damping *= 10.0
     raise ConfigError("calibration: inputs of a projection have no positive definite Gram matrix")
 

@@ -174,7 +174,7 @@ def test_quantized_int4_has_the_same_logits_in_transformers(dense: Path, tmp_pat
 def test_quantized_directory_is_multiplied_as_it_is_stored(kind: tuple, dense: Path, tmp_path: Path) -> None:
     needs(Arithmetic.INT4)
     quantize(dense, tmp_path / "out", *kind)
-    options = BackendOptions(device=torch.device("cpu"), dtype="bfloat16", quantization="auto", num_threads=1)
+    options = BackendOptions(device=torch.device("cpu"), dtype="bfloat16", quantization="stored", num_threads=1)
     assert load_model(tmp_path / "out", backend=select_backend(options)).num_kept == 14
 
 
