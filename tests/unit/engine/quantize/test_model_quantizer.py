@@ -197,6 +197,29 @@ def test_quantized_families_serve(case: FamilyCase, tmp_path: Path) -> None:
         assert error < (0.1 if kind[0] is Scheme.INT8 else 0.5)
 
 
+def test_quantized_model_keeps_the_scales_of_an_fp8_cache(dense: Path, tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}
+    file = dense / "config.json"
+    cache = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": cache}))
+    name, weights = "model.layers.1.self_attn.k_proj.k_scale", dense / "model.safetensors"
+    save_file({name: torch.tensor(0.5)} | {key: value.clone() for key, value in load_file(weights).items()}, weights)
+    quantize(dense, tmp_path / "out", Scheme.INT4, Method.GPTQ)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (raw["format"], raw["kv_cache_scheme"]) == ("pack-quantized", scheme)
+    scales = load_plain(tmp_path / "out").layers[1].kv_scales
+    assert scales is not None
+    assert scales[0].tolist() == [0.5, 0.5]
+
+
+def test_quantize_copies_no_link_out_of_the_directory(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("")
+    (dense / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"notes\.txt is a link out of the directory"):
+        quantize(dense, tmp_path / "out", Scheme.INT4)
+    assert not (tmp_path / "out").exists()
+
+
 def test_quantized_matrices_that_groups_do_not_divide_stay_dense(dense: Path, tmp_path: Path) -> None:
     done = quantize(dense, tmp_path / "out", Scheme.INT4, Method.GPTQ, 64)  # inner size 96
     modules = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
