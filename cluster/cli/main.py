@@ -16,6 +16,7 @@ from cluster.cli.fleet import abort, flip, ps, restart, scale
 from cluster.cli.key import key
 from cluster.cli.processes import become, decode, follower, prefill, router
 from cluster.cli.profile import profile
+from cluster.cli.quantize import quantize
 from cluster.cli.simulate import plan, simulate
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
@@ -32,6 +33,7 @@ EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 _RUN, _CHANGE, _PROCESSES = "Run a cluster here", "Change a running cluster", "Run one process"
 _TALK, _LOOK, _SECURE = "Use a cluster", "Inspect and measure", "Make keys and certificates"
+_MODELS = "Prepare a model"
 
 app = typer.Typer(
     name="tandem",
@@ -288,6 +290,7 @@ for change in (scale, flip, restart, abort, autoscale):
     app.command(rich_help_panel=_CHANGE)(change)
 for look in (ps, doctor, profile, simulate, plan):
     app.command(rich_help_panel=_LOOK)(look)
+app.command(rich_help_panel=_MODELS)(quantize)
 for secure in (cert, key):
     app.command(rich_help_panel=_SECURE)(secure)
 

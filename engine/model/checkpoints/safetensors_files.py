@@ -33,7 +33,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES = {
+STORED_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -46,7 +46,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class SafetensorsFile:
 
     def tensor(self, entry: TensorEntry, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of its rows or columns, without a copy; valid until `close`."""
-        dtype, item_bytes = _DTYPES[entry.dtype], _ITEM_BYTES[entry.dtype]
+        dtype, item_bytes = STORED_DTYPES[entry.dtype], _ITEM_BYTES[entry.dtype]
         if entry.begin == entry.end or (part is not None and part.begin == part.end):
             return torch.empty(entry.shape if part is None else part.shape(entry.shape), dtype=dtype)
         *outer, inner = entry.shape or (1,)
@@ -242,8 +242,8 @@ def _parse_entry(name: str, value: Any, start: int, where: str) -> TensorEntry:
     if not isinstance(value, dict):
         raise ConfigError(f"{label} must be an object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ConfigError(f"{label}: dtype must be one of {', '.join(_DTYPES)}, is {dtype!r:.40}")
+    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
+        raise ConfigError(f"{label}: dtype must be one of {', '.join(STORED_DTYPES)}, is {dtype!r:.40}")
     if not _naturals(shape) or len(shape) > 8:
         raise ConfigError(f"{label}: shape must be a list of sizes")
     if not _naturals(offsets) or len(offsets) != 2:
