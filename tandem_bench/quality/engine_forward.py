@@ -42,9 +42,7 @@ class Precision:
 class EngineForward:
     """A loaded model with a cache for one sequence."""
 
-    def __init__(
-        self, folder: Path, precision: Precision, *, num_threads: int, max_tokens: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, precision: Precision, *, num_threads: int, max_tokens: int | None = None) -> None:
         """Load the model on the CPU. `max_tokens`: longest sequence to make room for; None: the model's context.
 
         Raises ConfigError when the model cannot be loaded, the precision is not available here, or `max_tokens` is
