@@ -9,7 +9,7 @@ from random import Random
 
 from tandem_bench import stories
 from tandem_bench import story_words as words
-from tandem_bench.json_requests import draw_json_request
+from tandem_bench.quality.json_requests import draw_json_request
 from tandem_bench.story_words import invented_word
 
 SYSTEM_PROMPTS = (

@@ -71,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--samples",
         type=_at_least(1),
-        default=50,
+        default=100,
         metavar="N",
-        help="questions of each kind, and at most so many windows of text; default: 50, of which one may be lost",
+        help="questions of each kind, and at most so many windows of text; default: 100, of which two may be lost",
     )
     add(
         "--lengths",

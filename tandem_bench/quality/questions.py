@@ -10,7 +10,7 @@ from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem_bench import stories
 from tandem_bench import story_words as words
-from tandem_bench.json_requests import draw_json_request
+from tandem_bench.quality.json_requests import draw_json_request
 
 DEPTHS = (0, 25, 50, 75, 100)
 """Places of the fact that is asked for, in percent of the text before it."""

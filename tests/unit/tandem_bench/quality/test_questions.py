@@ -8,8 +8,8 @@ import pytest
 
 from router.text.tokenizer import Tokenizer
 from tandem.model_path import BUILTIN, model_directory
-from tandem_bench.json_requests import JsonRequest, draw_json_request
 from tandem_bench.make_model import make_tokenizer
+from tandem_bench.quality.json_requests import JsonRequest, draw_json_request
 from tandem_bench.quality.questions import DEPTHS, json_questions, needle_question, needle_questions
 from tandem_bench.quality.text_scores import WINDOW, prompt_beginning, story_windows, text_windows
 
