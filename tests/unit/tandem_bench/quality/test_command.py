@@ -15,6 +15,7 @@ from tandem_bench.make_model import write_model
 from tandem_bench.quality.__main__ import main
 from tandem_bench.report import Row, read_json
 from tandem_bench.shapes import SHAPES
+from tests.support.engine.gguf_writer import write_gguf
 
 FEW = ["--samples", "2", "--lengths", "256", "--threads", "1"]
 Evaluate = Callable[..., tuple[int, dict[str, Row]]]
@@ -107,14 +108,27 @@ def test_eval_quantized_cache_has_no_promised_divergence(evaluate: Evaluate) -> 
     assert rows["kl.mean"].met is None
 
 
+@pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_eval_wrecked_scale_breaks_the_limits(
-    wrecked: Path, evaluate: Evaluate, text: Path, capsys: pytest.CaptureFixture[str]
+    quantization: str, wrecked: Path, evaluate: Evaluate, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, rows = evaluate(str(wrecked), "--against", BUILTIN, "--text", str(text))
+    code, rows = evaluate(str(wrecked), "--quantization", quantization, "--against", BUILTIN, "--text", str(text))
     assert code == 1
-    assert not rows["perplexity.rise"].met
-    assert not rows["kl.mean"].met
+    assert rows["perplexity.rise"].met is False
+    assert rows["kl.mean"].met is (None if quantization == "int4" else False)
     assert "NOT MET" in capsys.readouterr().out
+
+
+def test_eval_quantized_gguf_file_is_compared_with_its_float_weights(
+    tmp_path: Path, evaluate: Evaluate, text: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(model_directory(BUILTIN), file, block_type="Q4_0", pre="smollm")
+    code, rows = evaluate(str(file), "--against", BUILTIN, "--text", str(text))
+    assert code == 0
+    assert (rows["perplexity.rise"].goal, rows["kl.mean"].goal) == ("<= 5", None)
+    assert 0.0 < rows["kl.mean"].value < 0.1
+    assert rows["needle.256.model"].value == rows["json.model"].value == 100.0
 
 
 def test_eval_random_model_knows_nothing_and_loses_nothing(tmp_path: Path, evaluate: Evaluate) -> None:
