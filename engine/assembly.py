@@ -152,7 +152,7 @@ def assemble(
         device=device,
         dtype=spec.dtype,
         kernels=spec.kernels,
-        quantization=_quantization(spec, config),
+        quantization=resolve_quantization(spec.quantization, config),
         kv_dtype=spec.kv_dtype,
         deterministic=spec.deterministic,
         num_threads=num_threads,
@@ -171,10 +171,12 @@ def assemble(
     return parts
 
 
-def _quantization(spec: EngineSpec, config: ModelSpec) -> str:
-    """See BackendOptions. A model of dense weights must not be kept from what only dense weights have."""
-    if spec.quantization != "auto":
-        return spec.quantization
+def resolve_quantization(quantization: str, config: ModelSpec) -> str:
+    """What BackendOptions calls `engine.quantization`. A model of dense weights must not be kept from what only dense
+    weights have.
+    """
+    if quantization != "auto":
+        return quantization
     return "none" if config.weight_format is None else "stored"
 
 

@@ -4,6 +4,8 @@ Every list is small on purpose: a word seen thousands of times becomes one token
 embedding, so the model spends its few parameters on copying and structure instead of vocabulary.
 """
 
+from random import Random
+
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
@@ -76,3 +78,8 @@ SYLLABLES: tuple[str, ...] = _split(
     """ba be bi bo da de di do fa fe ga ka ki ko la le li lo ma me mi mo na ne no pa pe ra re ri
     ro sa se so ta te ti to va vi vo za ze zo"""
 )
+
+
+def invented_word(rng: Random) -> str:
+    """Draw a word that no list has, so that copying must work on pieces too."""
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 3)))

@@ -4,25 +4,19 @@ Conversations are (user, assistant) turns; `training.tokenizer` owns how turns b
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
 from tandem_bench import stories
 from tandem_bench import story_words as words
+from tandem_bench.quality.json_requests import draw_json_request
+from tandem_bench.story_words import invented_word
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are Tandem, a small and friendly model.",
     "Answer briefly.",
     "You answer with JSON when asked.",
-)
-_JSON_REQUESTS = (
-    "Return a JSON object with {fields}.",
-    "Return JSON with {fields}.",
-    "Give me a JSON object with {fields}.",
-    "Write a JSON object with {fields}.",
-    "Please return a JSON object with {fields}.",
 )
 _SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
@@ -73,45 +67,10 @@ def maybe_system(rng: Random) -> str | None:
     return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
 
 
-def invented_word(rng: Random) -> str:
-    """A word that no list has, so that copying must work on pieces too."""
-    return "".join(rng.choice(words.SYLLABLES) for _ in range(rng.randint(2, 3)))
-
-
-def _invented_name(rng: Random) -> str:
-    return invented_word(rng).capitalize()
-
-
-_FIELDS: dict[str, Callable[[Random], str | int | bool]] = {
-    "name": lambda rng: rng.choice(words.NAMES) if rng.random() < 0.85 else _invented_name(rng),
-    "age": lambda rng: rng.randint(1, 99),
-    "city": lambda rng: rng.choice(words.CITIES) if rng.random() < 0.9 else _invented_name(rng),
-    "color": lambda rng: rng.choice(words.COLORS),
-    "animal": lambda rng: rng.choice(words.ANIMALS),
-    "food": lambda rng: rng.choice(words.FOODS),
-    "job": lambda rng: rng.choice(words.JOBS),
-    "count": lambda rng: rng.randint(1, 999),
-    "price": lambda rng: rng.randint(1, 9999),
-    "item": lambda rng: rng.choice(words.OBJECTS),
-    "active": lambda rng: rng.random() < 0.5,
-}
-
-
 def json_turn(rng: Random) -> Turn:
     """Ask for a JSON object; the answer is what `json.dumps` prints, in the order asked."""
-    names = rng.sample(sorted(_FIELDS), rng.randint(1, 4))
-    record = {name: _FIELDS[name](rng) for name in names}
-    quoted = rng.random() < 0.15
-    parts = [f"{name} {_spoken(value, quoted)}" for name, value in record.items()]
-    fields = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-    request = rng.choice(_JSON_REQUESTS).format(fields=fields)
-    return Turn(user=request, assistant=json.dumps(record))
-
-
-def _spoken(value: str | int | bool, quoted: bool) -> str:
-    if isinstance(value, str) and not quoted:
-        return value
-    return json.dumps(value)
+    request = draw_json_request(rng)
+    return Turn(user=request.text, assistant=json.dumps(request.record))
 
 
 def story_turn(rng: Random) -> Turn:

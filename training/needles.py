@@ -10,7 +10,8 @@ from random import Random
 
 from tandem_bench import stories
 from tandem_bench import story_words as words
-from training.chats import Chat, Turn, invented_word, maybe_system
+from tandem_bench.story_words import invented_word
+from training.chats import Chat, Turn, maybe_system
 
 Count = Callable[[list[str]], list[int]]
 """Numbers of tokens of some pieces of text."""

@@ -286,6 +286,19 @@ def bench(context: typer.Context) -> None:
     become(["tandem_bench", *context.args])
 
 
+@app.command(
+    "eval",
+    rich_help_panel=_LOOK,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def evaluate(context: typer.Context) -> None:
+    """Measure the quality that a model or its quantization loses, as [bold]python -m tandem_bench.quality[/bold] does,
+    which documents its options; 1 is returned beyond a limit.
+    """
+    become(["tandem_bench.quality", *context.args])
+
+
 for change in (scale, flip, restart, abort, autoscale):
     app.command(rich_help_panel=_CHANGE)(change)
 for look in (ps, doctor, profile, simulate, plan):

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tandem.model_path import BUILTIN, model_directory
+from tandem_bench.quality.engine_forward import CHUNK, EngineForward
 from training import quality
-from training.quality import SETTINGS, EngineForward
+from training.quality import SETTINGS
 
 FOLDER = model_directory(BUILTIN)
-IDS = random.Random(11).choices(range(300, 2000), k=quality._CHUNK + 70)
+IDS = random.Random(11).choices(range(300, 2000), k=CHUNK + 70)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ COMMANDS = {
     "chat",
     "top",
     "bench",
+    "eval",
     "simulate",
     "plan",
     "doctor",

@@ -115,6 +115,7 @@ def test_up_taken_port_is_reported_at_once():
         (["prefill", "-c", "{config}"], ["prefill_worker", "--config", "{config}", "--index", "0"]),
         (["decode", "-c", "{config}", "-i", "2"], ["decode_worker", "--config", "{config}", "--index", "2"]),
         (["bench", "serve", "--rate", "3", "--help"], ["tandem_bench", "serve", "--rate", "3", "--help"]),
+        (["eval", "builtin", "--suite", "kl", "-h"], ["tandem_bench.quality", "builtin", "--suite", "kl", "-h"]),
     ],
 )
 def test_cli_process_commands_exec_their_module(arguments, module, tmp_path, monkeypatch):

@@ -1,0 +1,234 @@
+"""Measures what a model, or a way to compute it, loses against a base, and judges it by one table of limits."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from engine.model.config import load_model_config
+from engine.model.dtype import resolve_dtype
+from router.text.tokenizer import Tokenizer
+from tandem.errors import ConfigError, InvalidRequest
+from tandem.model_path import model_directory
+from tandem.values.kv_layout import AUTO_DTYPE
+from tandem_bench.quality.engine_forward import EngineForward, Precision
+from tandem_bench.quality.questions import Question, json_questions, needle_questions
+from tandem_bench.quality.text_scores import TextScores, story_windows, text_windows
+from tandem_bench.report import Row, figure
+
+_SAMPLE_CHARS = 1 << 16
+_WEIGHTS_MADE_AT_LOAD = ("int8", "int4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Greatest loss of one scheme, against the same weights in float32 or the base that was named."""
+
+    perplexity_percent: float
+    """Rise of the perplexity per token."""
+    divergence_nats: float | None = None
+    """Mean KL divergence; None: nothing is promised."""
+
+
+LIMITS: Mapping[str, Limits] = {
+    "float": Limits(perplexity_percent=1.0, divergence_nats=0.01),
+    "int8": Limits(perplexity_percent=1.0, divergence_nats=0.01),
+    "int4": Limits(perplexity_percent=5.0),
+    "stored": Limits(perplexity_percent=5.0),
+}
+"""By scheme of the weights: `stored` is a quantized checkpoint, of any number of bits.
+
+A rise of 1 % of the perplexity is 0.01 nats per token, and the mean KL divergence is the rise to expect where the base
+itself writes the text: so the same loss, measured without the noise of what a text happens to say. With four bits it
+depends on the text much more (the built-in model: 0.003 on its own stories, 0.11 on a licence, whose perplexity falls),
+so that no limit would tell a good scheme from a bad one.
+"""
+MAX_POINTS_LOST = 2.0
+"""Greatest fall of a share of right answers, in percentage points, with every scheme."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to compare, by which suites and how thoroughly."""
+
+    model: str
+    precision: Precision
+    base: str
+    base_precision: Precision
+    suites: Sequence[str]
+    text: str | None
+    """Text to score; None: generated stories."""
+    samples: int
+    lengths: Sequence[int]
+    num_threads: int
+
+
+def resolve_precision(model: str, *, dtype: str, quantization: str, kv_dtype: str) -> Precision:
+    """Resolve the dtype `auto`: to bfloat16 for weights that are quantized at load, which need it, else to the model's.
+
+    Raises ConfigError when the model cannot be read.
+    """
+    if dtype == AUTO_DTYPE and quantization in _WEIGHTS_MADE_AT_LOAD:
+        dtype = "bfloat16"
+    return Precision(dtype=resolve_dtype(dtype, model), quantization=quantization, kv_dtype=kv_dtype)
+
+
+class Comparison:
+    """Two models, and what both are asked, in the tokens of the one that is judged."""
+
+    def __init__(self, plan: Plan, note: Callable[[str], None]) -> None:
+        """Prepare all prompts, then load both models. `note` is told what is done next.
+
+        Raises ConfigError, for models that cannot be compared and prompts beyond the context too.
+        """
+        self._plan = plan
+        self._note = note
+        folder, base_folder = model_directory(plan.model), model_directory(plan.base)
+        self._tokenizer = Tokenizer.load(folder)
+        if base_folder != folder:
+            self._check_base(Tokenizer.load(base_folder))
+        self._windows = self._scored_windows()
+        self._questions = self._asked_questions()
+        longest = max(
+            [
+                *map(len, self._windows),
+                *(len(ids) + one.max_tokens for asked in self._questions.values() for one, ids in asked),
+            ]
+        )
+        for one in (folder, base_folder):
+            if longest > (context := load_model_config(one).max_context):
+                raise ConfigError(
+                    f"{one}: the suites need sequences of {longest} tokens, but the context is {context}: "
+                    "choose shorter --lengths, or other suites"
+                )
+        note(f"loading the base, {plan.base} in {plan.base_precision.dtype}")
+        self._base = EngineForward(base_folder, plan.base_precision, num_threads=plan.num_threads, max_tokens=longest)
+        note(f"loading {plan.model} in {plan.precision.dtype}")
+        self._model = EngineForward(folder, plan.precision, num_threads=plan.num_threads, max_tokens=longest)
+        if self._model.vocab_size != self._base.vocab_size:
+            raise ConfigError(
+                f"the model has logits for {self._model.vocab_size} tokens, the base for {self._base.vocab_size}: "
+                "they cannot be compared"
+            )
+
+    def _check_base(self, base: Tokenizer) -> None:
+        """Refuse a base that reads texts differently: then nothing per token can be compared. Raises ConfigError."""
+        samples = [question.text for question in json_questions(8)]
+        if self._plan.text is not None:
+            samples.append(self._plan.text[:_SAMPLE_CHARS])
+        if any(_encode(self._tokenizer, sample) != _encode(base, sample) for sample in samples):
+            raise ConfigError("the model and the base split a text into different tokens: they cannot be compared")
+
+    def _scored_windows(self) -> list[list[int]]:
+        """Return windows of the text or, without one, of generated stories. Raises ConfigError for an empty text."""
+        plan = self._plan
+        if not {"perplexity", "kl"} & set(plan.suites):
+            return []
+        if plan.text is None:
+            return story_windows(self._tokenizer, plan.samples)
+        windows = text_windows(self._tokenizer, _encode(self._tokenizer, plan.text), plan.samples)
+        if not windows:
+            raise ConfigError("the text to score has fewer than two tokens")
+        return windows
+
+    def _asked_questions(self) -> dict[str, list[tuple[Question, list[int]]]]:
+        """Return the questions of each name of a figure, with their prompts. Raises ConfigError."""
+        plan = self._plan
+        made: dict[str, Iterator[Question]] = {}
+        if "needle" in plan.suites:
+            for length in plan.lengths:
+                made[f"needle.{length}"] = needle_questions(plan.samples, length, self._count)
+        if "json" in plan.suites:
+            made["json"] = json_questions(plan.samples)
+        try:
+            return {name: [(one, one.prompt(self._tokenizer)) for one in found] for name, found in made.items()}
+        except InvalidRequest as error:
+            raise ConfigError(f"the chat template refuses a plain question: {error}") from None
+
+    def _count(self, texts: Sequence[str]) -> list[int]:
+        return [len(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    @property
+    def scheme(self) -> str:
+        """Key of LIMITS."""
+        if self._plan.precision.quantization in _WEIGHTS_MADE_AT_LOAD:
+            return self._plan.precision.quantization
+        return "float" if self._model.weight_format is None else "stored"
+
+    def rows(self) -> Iterator[list[Row]]:
+        """Measure suite by suite, and needles length by length."""
+        if "perplexity" in self._plan.suites:
+            yield self._perplexity_rows()
+        if "kl" in self._plan.suites:
+            yield self._divergence_rows()
+        for name, asked in self._questions.items():
+            self._note(f"{name}: {len(asked)} questions")
+            yield self._answered(name, asked)
+
+    @cached_property
+    def _text_scores(self) -> TextScores:
+        self._note(f"scoring {sum(map(len, self._windows))} tokens in {len(self._windows)} windows")
+        scores = TextScores()
+        scores.add(self._base, self._model, self._windows)
+        return scores
+
+    def _perplexity_rows(self) -> list[Row]:
+        scores, limits = self._text_scores, LIMITS[self.scheme]
+        rise = 100 * (scores.perplexity / scores.base_perplexity - 1)
+        return [
+            figure("perplexity.tokens", scores.num_tokens, "tokens"),
+            figure("perplexity.base", scores.base_perplexity, "per token"),
+            figure("perplexity.model", scores.perplexity, "per token"),
+            figure("perplexity.rise", rise, "%", at_most=limits.perplexity_percent),
+        ]
+
+    def _divergence_rows(self) -> list[Row]:
+        scores = self._text_scores
+        # A cache of eight bits rounds as well, and nothing is promised of its divergence.
+        limit = LIMITS[self.scheme].divergence_nats if self._plan.precision.kv_dtype == AUTO_DTYPE else None
+        return [
+            figure("kl.tokens", scores.num_tokens, "tokens"),
+            figure("kl.mean", scores.mean_divergence, "nats", at_most=limit),
+            figure("kl.p99", scores.p99_divergence, "nats"),
+            figure("kl.top1", scores.agreement_percent, "% agree"),
+        ]
+
+    def _answered(self, name: str, asked: Sequence[tuple[Question, list[int]]]) -> list[Row]:
+        """Ask both models; of needles, state the model's share by depth as well."""
+        base = [self._is_right(self._base, *one) for one in asked]
+        model = [self._is_right(self._model, *one) for one in asked]
+        by_depth: dict[int, list[bool]] = {}
+        for (question, _), is_right in zip(asked, model, strict=True):
+            by_depth.setdefault(question.depth, []).append(is_right)
+        depths = sorted(by_depth.items()) if len(by_depth) > 1 else []
+        return [
+            figure(f"{name}.base", _percent(base), "% right"),
+            figure(f"{name}.model", _percent(model), "% right"),
+            *(figure(f"{name}.model.at_{depth}", _percent(right), "% right") for depth, right in depths),
+            # Not the difference of the two shares, which rounding could lift above the limit.
+            figure(f"{name}.lost", 100 * (sum(base) - sum(model)) / len(asked), "points", at_most=MAX_POINTS_LOST),
+        ]
+
+    def _is_right(self, model: EngineForward, question: Question, ids: list[int]) -> bool:
+        answer = model.greedy(ids, max_tokens=question.max_tokens)
+        return question.is_right(self._tokenizer.decode(answer))
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text without the tokenizer's own tokens. Raises ConfigError for a text that no prompt may hold."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except InvalidRequest as error:
+        raise ConfigError(f"the text to score: {error}") from None
+
+
+def _percent(found: Sequence[bool]) -> float:
+    return 100 * sum(found) / len(found)
+
+
+def measure(plan: Plan, rows: list[Row], *, note: Callable[[str], None]) -> None:
+    """Measure suite by suite, adding to `rows`, so that a later failure loses nothing. Raises ConfigError."""
+    torch.set_num_threads(plan.num_threads)
+    for found in Comparison(plan, note).rows():
+        rows += found
