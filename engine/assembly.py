@@ -175,9 +175,8 @@ def resolve_quantization(quantization: str, config: ModelSpec) -> str:
     """What BackendOptions calls `engine.quantization`. A model of dense weights must not be kept from what only dense
     weights have.
     """
-    if quantization != "auto":
-        return quantization
-    return "none" if config.weight_format is None else "stored"
+    is_about_stored = quantization in ("auto", "stored")
+    return "none" if is_about_stored and config.weight_format is None else quantization
 
 
 _QUANTIZED_ARITHMETIC = 2
@@ -339,7 +338,7 @@ def _scheduler(
         return Scheduler(config, hasher, pins=pins, clock=time.monotonic, speculation=_speculation(spec)), None
     layout, mover = runner.kv_cache.layout, runner.blocks
     # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
-    arithmetic = _arithmetic(_quantization(spec, runner.model.config), runner.model.num_kept)
+    arithmetic = _arithmetic(resolve_quantization(spec.quantization, runner.model.config), runner.model.num_kept)
     computed_by = (spec.dtype, arithmetic, spec.kernels, str(spec.deterministic), runner.model.device.type)
     disk = open_disk(_tier_sizes(spec), mover, cache_identity(layout, secret=spec.secret, computed_by=computed_by))
     scheduler = Scheduler(

@@ -186,7 +186,7 @@ def _weights(ready: Mapping[str, Any], quantization: str, dtype: str) -> str:
     name = ready["weight_format"]
     if kept := ready.get("matrices_as_stored"):
         return f"{name}: {kept} matrices are multiplied as stored, any others restored to {dtype}"
-    again = "" if quantization in ("auto", "none") else f", then quantized as {quantization}"
+    again = "" if quantization in ("auto", "stored", "none") else f", then quantized as {quantization}"
     return f"restored to {dtype} from {name}{again}"
 
 

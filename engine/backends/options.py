@@ -13,8 +13,8 @@ class BackendOptions:
     dtype: str
     kernels: str = "auto"
     quantization: str = "none"
-    """"none", "stored" (matrices of quantized checkpoints stay as they are where kernels multiply them so), "int8" or
-    "int4"."""
+    """"none", "stored" (matrices of quantized checkpoints stay as they are where kernels multiply them so), "auto" (the
+    same, but where restored ones are faster), "int8" or "int4"."""
     kv_dtype: str = "auto"
     deterministic: bool = False
     num_threads: int = 1

@@ -34,7 +34,7 @@ def select_backend(options: BackendOptions) -> Backend:
         if not isinstance(found, str):
             return found
         reason = found
-    quantizes = options.quantization not in ("none", "stored")
+    quantizes = options.quantization not in ("none", "auto", "stored")
     for name, wanted in (("deterministic", options.deterministic), ("quantization", quantizes)):
         if wanted:
             raise ConfigError(f"engine.{name} needs compiled kernels, and there are none: {reason}")

@@ -1,7 +1,8 @@
-"""Loads a Decoder from a model directory: each stored tensor is copied, and cast, once, into its final place.
+"""Loads a Decoder from a model directory: each stored tensor is copied, and cast, at most once, into its final place.
 
-A rank of several reads only its own parts of the tensors, except for the fingerprint's samples. Of a quantized matrix
-it reads the whole, which is small, and restores its part.
+A matrix that the backend packs is a view of the file meanwhile, one that it keeps as it is stored is not restored. A
+rank of several reads only its own parts of the tensors, except for the fingerprint's samples. Of a quantized matrix it
+reads the whole, which is small, and takes its part.
 """
 
 import logging

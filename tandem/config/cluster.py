@@ -217,7 +217,7 @@ class ClusterConfig(Section):
     def pools_quantize_alike(self) -> bool:
         """Whether neither pool quantizes weights that the other leaves as they are, or in another way."""
         found = {self.engine_of(pool).quantization for pool in (self.prefill, self.decode)}
-        return not self.prefill.replicas or len(found) == 1 or found == {"auto", "none"}
+        return not self.prefill.replicas or len(found) == 1 or found <= {"auto", "stored", "none"}
 
     def wire_dtype_problem(self, dtype: str) -> str | None:
         """Reason why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""

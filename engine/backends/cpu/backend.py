@@ -175,8 +175,10 @@ class CpuBackend:
         self._threads = options.num_threads
         self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
-        self.keeps_stored = options.quantization == "stored" and self.dtype is torch.bfloat16
-        quantization = "none" if options.quantization == "stored" else options.quantization
+        has_tiles = best_arithmetic(library.features, self.dtype) is Arithmetic.BF16
+        keeps = options.quantization == "stored" or (options.quantization == "auto" and not has_tiles)
+        self.keeps_stored = keeps and self.dtype is torch.bfloat16
+        quantization = "none" if options.quantization in ("auto", "stored") else options.quantization
         if quantization != "none" and self.dtype is not torch.bfloat16:
             raise KernelsUnavailable(
                 f"{quantization} projections work on bfloat16 activations: set model.dtype to bfloat16"
@@ -189,7 +191,7 @@ class CpuBackend:
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._activations = CpuActivations(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
-        self.name = "cpu-amx" if best_arithmetic(library.features, self.dtype) is Arithmetic.BF16 else "cpu-vectors"
+        self.name = "cpu-amx" if has_tiles else "cpu-vectors"
         if quantization != "none":
             self.name += f"-{quantization}"
 

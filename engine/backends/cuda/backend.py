@@ -208,7 +208,7 @@ class CudaBackend:
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises ConfigError for a quantization."""
-        if options.quantization not in ("none", "stored"):
+        if options.quantization not in ("none", "auto", "stored"):
             raise ConfigError(f"engine.quantization {options.quantization!r:.40} is for the CPU kernels")
         self.name = "triton-deterministic" if options.deterministic else "triton"
         self.device = options.device

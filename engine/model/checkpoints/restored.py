@@ -1,6 +1,6 @@
-"""A quantized checkpoint as a source of dense tensors: a matrix, or a rank's part of it, is restored when it is read.
+"""A quantized checkpoint as a source of matrices: as they are stored, or restored when they are read.
 
-So a model in any of the formats runs on every backend, in the memory of a dense one.
+Restored, a model in any of the formats runs on every backend, in the memory of a dense one.
 """
 
 import hashlib

@@ -59,8 +59,8 @@ async def test_quantised_layers_answer_alike_through_both_pools(fork_servers, or
     settings = {
         "model__dtype": "bfloat16",
         "model__path": str(path),
-        "prefill__quantization": "auto" if prefill == "stored" else prefill,
-        "engine__quantization": "auto" if decode == "stored" else decode,
+        "prefill__quantization": prefill,
+        "engine__quantization": decode,
         "engine__deterministic": True,
         "engine__prefill_chunk_tokens": 64,
     }

@@ -4,7 +4,7 @@ https://github.com/vllm-project/compressed-tensors. `pack-quantized` stores `wei
 integers of 2, 4 or 8 bits with the lowest first and half of their range added; `int-quantized` an int8 `weight`;
 `float-quantized` one in E4M3; `naive-quantized` either; `mxfp4-pack-quantized` pairs of E2M1 in bytes. All have a
 `weight_scale` for the tensor, each row ("channel"), group of columns, or block. Rounding of activations, which a
-scheme may ask for, is not done: the weights are exact, the products finer than the scheme's.
+scheme may ask for, is not done by restored weights: they are exact, the products finer than the scheme's.
 """
 
 from collections.abc import Mapping
