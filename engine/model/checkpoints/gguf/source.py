@@ -1,4 +1,4 @@
-"""A GGUF file as a source of tensors, as they are stored or restored, under Hugging Face's names and in Hugging Face's order of rows.
+"""A GGUF file as a source of tensors, stored or restored, under Hugging Face's names and in its order of rows.
 
 llama.cpp rotates pairs of neighbouring elements of a head where transformers rotates an element and the one half a
 head further. For Llama and Mistral its converter reorders the rows of queries and keys accordingly, which is undone

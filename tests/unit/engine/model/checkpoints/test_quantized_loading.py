@@ -135,7 +135,8 @@ def test_quantized_llama_in_bfloat16_is_multiplied_as_stored_where_kernels_can(
     session, other = Session(model), Session(restored)
     found = session.logits(session.request(TOKENS), len(TOKENS))
     expected = other.logits(other.request(TOKENS), len(TOKENS))
-    bound = 0.06  # inputs are in eight bits, by rows or by groups
+    # Inputs are in eight bits, by rows or by groups; random zeros make weights so large that attention turns on it.
+    bound = 0.25 if name == "w8a8-zeros" else 0.06
     assert (found - expected).square().mean().sqrt() < bound * expected.std()
     assert torch.equal(found, expected) == (name not in AS_STORED)
 
