@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.text import Text
 
+from tandem.config.pools import Quantization
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
 from tandem_bench import report
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--text", type=Path, metavar="FILE", help="text to score, of the kind that the model is used for")
     add(
         "--quantization",
-        choices=("auto", "none", "int8", "int4"),
+        choices=get_args(Quantization),
         default="auto",
         help="engine.quantization of MODEL; default: auto",
     )
