@@ -102,10 +102,10 @@ def test_effective_config_shared_rank_port_is_refused():
 
 
 def test_health_port_that_is_taken_is_refused_before_anything_starts():
-    with hold("127.0.0.1", 0) as held:
-        port = held.getsockname()[1]
-        decode = PoolConfig(replicas=2, health_port=port - 1)
-        with pytest.raises(ConfigError, match=rf"decode\.health_port: cannot listen on 127.0.0.1:{port}"):
+    port = first_of_two_free_ports()
+    with hold("127.0.0.1", port + 1):
+        decode = PoolConfig(replicas=2, health_port=port)
+        with pytest.raises(ConfigError, match=rf"decode\.health_port: cannot listen on 127.0.0.1:{port + 1}"):
             make_effective(ClusterConfig(router=FREE, decode=decode))
 
 
