@@ -24,13 +24,13 @@ from engine.model.dtype import resolve_dtype
 from router.api.request.generation_defaults import load_generation_defaults
 from tandem.config.cluster import ClusterConfig, RouterConfig, dump_for_processes
 from tandem.config.cluster_tls import link_security, needs_certificates
-from tandem.config.engine import ModelSection
+from tandem.config.engine import EngineSection, ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
 from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
 from tandem.model_files import GGUF_SUFFIX, check_gguf_file, is_gguf_file
-from tandem.model_path import BUILTIN, default_name, is_local_model
+from tandem.model_path import BUILTIN, default_name, is_local_model, model_directory
 from tandem.rpc.hosts import hold, join, split
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[\w-][\w./-]*\.gguf))?")
@@ -102,7 +102,7 @@ class PortDrawer:
 
 
 def make_effective(config: ClusterConfig) -> ClusterConfig:
-    """Fill in every address, port, the secret, certificates and the dtype.
+    """Fill in every address, port, the secret, certificates, and what `auto` stands for.
 
     Raises ConfigError when a port is taken, a count contradicts, or the model here cannot be read.
     """
@@ -113,6 +113,7 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
         settled = config.model_copy(
             update={
                 "model": _with_dtype(config.model),
+                "engine": _with_quantization(config.engine, config.model),
                 "router": _with_ports(config.router, ports),
                 "prefill": _with_addresses(config.prefill, "prefill", ports),
                 "decode": _with_addresses(config.decode, "decode", ports),
@@ -139,6 +140,15 @@ def _with_dtype(model: ModelSection) -> ModelSection:
     if not is_local_model(model.path):
         return model  # each worker resolves it itself
     return model.model_copy(update={"dtype": resolve_dtype(model.dtype, model.path)})
+
+
+def _with_quantization(engine: EngineSection, model: ModelSection) -> EngineSection:
+    """Resolve quantization `auto` for a model of float weights; workers of the previous version do not know `auto`."""
+    if engine.quantization != "auto" or not is_local_model(model.path):
+        return engine
+    if load_model_config(model_directory(model.path)).weight_format is not None:
+        return engine
+    return engine.model_copy(update={"quantization": "none"})
 
 
 def with_router_ports(config: ClusterConfig) -> ClusterConfig:

@@ -314,6 +314,18 @@ def test_effective_config_resolves_auto_dtype(tmp_path):
         make_effective(load(None, {"model.path": str(tmp_path)}))
 
 
+def test_effective_config_resolves_auto_quantization(tmp_path):
+    """A worker of the previous version knows no `auto`."""
+    assert make_effective(ClusterConfig()).engine.quantization == "none"
+    assert make_effective(load(None, {"engine.quantization": "stored"})).engine.quantization == "stored"
+    path = {"model.path": str(tmp_path)}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "float32"}))
+    assert make_effective(load(None, path)).engine.quantization == "none"
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "float32", "quantization_config": gptq}))
+    assert make_effective(load(None, path)).engine.quantization == "auto"
+
+
 def test_banner_shows_auto_dtype_and_failover_note():
     def banner_of(dtype, deterministic=False, reported="bfloat16"):
         config = load(None, {"model.dtype": dtype, "engine.deterministic": deterministic})
