@@ -1,4 +1,4 @@
-"""Time bounds of `tandem up --ray` on an otherwise idle machine; and silent nodes."""
+"""Time bounds of `tandem up --ray`, by what a process gets of the machine meanwhile; and silent nodes."""
 
 import asyncio
 import json
@@ -17,13 +17,15 @@ from tests.support.e2e.ray_up import (
     continuous_requests,
     endpoints_of,
     lose_a_node,
+    measure_slowdown,
     running_on,
     tandem,
 )
 from tests.support.running_cluster import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
-JOIN_S, PAUSE_S, REPLACE_S = 10.0, 10.0, 30.0
+JOIN_S, PAUSE_S, REPLACE_S = 10.0, 10.0, 20.0
+"""For as long as a process gets all the time it wants."""
 SILENCE_S = 8.0
 """Default of `ray.silence_s`."""
 
@@ -57,14 +59,15 @@ async def test_ray_lost_node_and_scale_up_stay_within_bounds(nodes, upped, clust
     print(f"\n{lost}")
     await cluster.until_idle()
     ordered_s = monotonic()
+    measuring = asyncio.ensure_future(measure_slowdown())
     await upped.order("scale", "decode=3")
     await cluster.until_workers(4)
-    joined_s = monotonic() - ordered_s
-    print(f"joined {joined_s:.1f} s after the order")
+    joined_s, slowdown = monotonic() - ordered_s, await measuring
+    print(f"joined {joined_s:.1f} s after the order, {slowdown:.1f} s for a second's work")
     await upped.order("scale", "decode=2")
-    assert joined_s <= JOIN_S
-    assert lost.longest_pause_s <= PAUSE_S
-    assert lost.replaced_s <= REPLACE_S
+    assert joined_s <= JOIN_S * slowdown
+    assert lost.longest_pause_s <= PAUSE_S * lost.slowdown
+    assert lost.replaced_s <= REPLACE_S * lost.slowdown
 
 
 async def test_ray_restart_of_all_processes_loses_no_request(nodes, upped, cluster, answers):
@@ -171,8 +174,8 @@ async def test_ray_silent_node_is_lost_and_its_workers_end_on_return(tmp_path, a
         lost = await lose_a_node(still, upped, cluster, answers)
         print(f"\nsilent: {lost}")
         assert any(f"no answer for {SILENCE_S:g} s" in line for line in upped.logs.lines)
-        assert lost.longest_pause_s <= PAUSE_S
-        assert lost.replaced_s <= SILENCE_S + REPLACE_S
+        assert lost.longest_pause_s <= PAUSE_S * lost.slowdown
+        assert lost.replaced_s <= SILENCE_S + REPLACE_S * lost.slowdown
         await nodes.go_on()
         async with asyncio.timeout(WAIT_S):
             while any(map(psutil.pid_exists, stopped)):  # noqa: ASYNC110 - nobody tells of it

@@ -25,6 +25,12 @@ BEGUN = 12
 SHORT = 24
 """Tokens of each answer of the clients that send requests all the while."""
 SECRET = "the-secret-of-this-cluster"
+_TIMED_IMPORTS = """
+import time
+began_s, worked_s = time.monotonic(), time.process_time()
+import decode_worker.worker
+print((time.monotonic() - began_s) / (time.process_time() - worked_s))
+"""
 
 Answers = tuple[list[list[int]], list[list[int]]]
 """Prompts, and what `transformers` says to them."""
@@ -79,6 +85,19 @@ async def tandem(environment: dict[str, str], *arguments: str) -> asyncio.subpro
     )
 
 
+async def measure_slowdown() -> float:
+    """Import what a worker imports, in a process of its own; its time divided by its processor time, at least 1.
+
+    A bound in seconds, multiplied by this, holds on a machine on which other things run as well.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _TIMED_IMPORTS, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return max(1.0, float(out))
+
+
 @asynccontextmanager
 async def running_on(nodes: RayNodes, folder: Path) -> AsyncIterator[Upped]:
     """One prefill and two decode workers; ends by Ctrl-C."""
@@ -122,11 +141,13 @@ class Lost:
     """Between two words of any stream."""
     replaced_s: float
     """From the loss until every one of them served elsewhere."""
+    slowdown: float
+    """How much longer than its processor time a process took that was started at the loss: what else ran here."""
 
     def __str__(self) -> str:
         return (
             f"{STREAMS} streams, 0 lost, longest pause {self.longest_pause_s:.2f} s; "
-            f"{', '.join(self.names)} replaced in {self.replaced_s:.1f} s"
+            f"{', '.join(self.names)} replaced in {self.replaced_s:.1f} s, {self.slowdown:.1f} s for a second's work"
         )
 
 
@@ -160,6 +181,7 @@ async def lose_a_node(
         await pauses.all_begun.wait()
     since = len(upped.logs.lines)
     names, lost_s = await lose(), monotonic()
+    measuring = asyncio.ensure_future(measure_slowdown())
     assert any(name.startswith("decode") for name in names)
     assert not all(stream.done() for stream in streams)
     results = await asyncio.gather(*streams)
@@ -170,7 +192,7 @@ async def lose_a_node(
         await upped.says(name, "is back", since=since)
     replaced_s = monotonic() - lost_s
     await cluster.until_workers(3)
-    return Lost(names=names, longest_pause_s=pauses.longest_s, replaced_s=replaced_s)
+    return Lost(names=names, longest_pause_s=pauses.longest_s, replaced_s=replaced_s, slowdown=await measuring)
 
 
 async def assert_same_tokens(cluster: RunningCluster, answers: Answers, salt: str) -> None:
