@@ -55,6 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         ),
         "tests/e2e/models",
     ),
+    "settings": ("tests/e2e/settings",),
     "answers-ranks": _modules("tests/e2e/answers", "nodes", "tensor_parallel", "unequal_pools"),
     "failures": _modules(
         "tests/e2e/failures",

@@ -21,9 +21,12 @@ _WAIT_S = 60.0
 class RedisSentinel:
     """One sentinel process; a context manager."""
 
-    def __init__(self, master: RedisServer, *, password: str | None, server_password: str | None) -> None:
+    def __init__(
+        self, master: RedisServer, *, user: str | None, password: str | None, server_password: str | None
+    ) -> None:
+        """`user`: the only one who may log in; None: the default user."""
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-sentinel-")
-        self._password = password
+        self._user, self._password = user, password
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
         lines = [
@@ -37,7 +40,11 @@ class RedisSentinel:
         if server_password is not None:
             lines.append(f"sentinel auth-pass {MASTER_NAME} {server_password}")
         if password is not None:
-            lines += [f"requirepass {password}", f"sentinel sentinel-pass {password}"]
+            lines.append(f"sentinel sentinel-pass {password}")
+            if user is None:
+                lines.append(f"requirepass {password}")
+            else:
+                lines += [f"sentinel sentinel-user {user}", f"user {user} on >{password} &* +@all", "user default off"]
         self._file = Path(self._folder.name) / "sentinel.conf"
         self._file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -60,7 +67,7 @@ class RedisSentinel:
     def view(self) -> dict[bytes, bytes]:
         """What it thinks of the master; empty while it does not answer."""
         try:
-            with Redis(port=self.port, password=self._password, socket_timeout=5.0) as client:
+            with Redis(port=self.port, username=self._user, password=self._password, socket_timeout=5.0) as client:
                 return dict(client.execute_command("SENTINEL", "MASTER", MASTER_NAME))
         except RedisError:
             return {}
@@ -75,12 +82,15 @@ class RedisSentinel:
 class SentinelGroup:
     """All five; a context manager, entered once a failover is possible."""
 
-    def __init__(self, *, password: str | None = None, sentinel_password: str | None = None) -> None:
+    def __init__(
+        self, *, password: str | None = None, sentinel_user: str | None = None, sentinel_password: str | None = None
+    ) -> None:
         self._stack = ExitStack()
         self.first = RedisServer(password=password)
         self.second = RedisServer(password=password, replica_of=self.first)
         self.sentinels = [
-            RedisSentinel(self.first, password=sentinel_password, server_password=password) for _ in range(3)
+            RedisSentinel(self.first, user=sentinel_user, password=sentinel_password, server_password=password)
+            for _ in range(3)
         ]
 
     def __enter__(self) -> Self:

@@ -211,11 +211,13 @@ async def running(
     command: Command = module_command,
     policy: RestartPolicy | None = None,
     believes: ssl.SSLContext | None = None,
+    key: str = "",
     **overrides: Any,
 ) -> AsyncIterator[RunningCluster]:
     """Start a cluster on free ports; `a__b=1` sets `a.b`. Leaving drains it, or kills it when the test failed.
 
     `command`: how each process is started. `policy`: how patient its supervisor is. `believes`: of a client in TLS.
+    `key`: the client's, where there are API keys.
     """
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     config = load(None, {**_SETTINGS, **dotted})
@@ -227,6 +229,8 @@ async def running(
             base_url=local.http_url, timeout=WAIT_S, limits=limits, trust_env=False, verify=believes or True
         ) as http,
     ):
+        if key:
+            http.headers["Authorization"] = f"Bearer {key}"
         cluster = RunningCluster(local, http, logs)
         await cluster.until_workers(len(local.workers))
         yield cluster

@@ -23,7 +23,7 @@ from tests.support.oracle import prompts
 from tests.support.running_cluster import WAIT_S, running
 
 MAX_TOKENS = 24
-TWO = {"tensor_parallel_size": 2, "nodes": 2}
+TWO = {"tensor_parallel_size": 2, "nodes": 2, "join_s": 120.0}
 FOUR = {"tensor_parallel_size": 4, "nodes": 2}
 WAYS = {
     "both": {"prefill": TWO, "decode": TWO},

@@ -26,7 +26,7 @@ MOST_S = 10.0
 
 @pytest.fixture(scope="module")
 def group():
-    with SentinelGroup(password="hush-hush", sentinel_password="tell-nobody") as started:
+    with SentinelGroup(password="hush-hush", sentinel_user="watcher", sentinel_password="tell-nobody") as started:
         yield started
 
 
@@ -36,6 +36,7 @@ async def cluster(fork_servers, group):
         "redis__sentinels": group.addresses,
         "redis__sentinel_master": MASTER_NAME,
         "redis__password": "hush-hush",
+        "redis__sentinel_username": "watcher",
         "redis__sentinel_password": "tell-nobody",
     }
     async with running(command=fork_servers.command, prefill__replicas=2, decode__replicas=2, **redis_options) as made:

@@ -125,13 +125,14 @@ async def test_ray_silent_head_blocks_only_what_needs_it(nodes, upped, cluster, 
 
 async def test_ray_cluster_without_a_fitting_node_waits(nodes, tmp_path):
     config = tmp_path / "cluster.yaml"
-    config.write_text("ray: {decode: {resources: {late: 1}}}\n")
+    needs = "{cpus: 0.5, resources: {late: 0.5}}"
+    config.write_text(f"ray: {{prefill: {needs}, decode: {needs}}}\n")
     environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
-    sizes = ("--prefill", "0", "--decode", "1", "--port", "0", "--grpc-port", "0")
+    sizes = ("--prefill", "1", "--decode", "1", "--port", "0", "--grpc-port", "0")
     process = await tandem(environment, "up", "--ray", nodes.address, "--config", str(config), *sizes)
     made = Upped(process, 0, environment)
     listening = asyncio.ensure_future(made.listen())
-    await made.says("waits for a Ray node with 1 CPU, 1 late free", "and no node is that large")
+    await made.says("waits for a Ray node with 0.5 CPU, 0.5 late free", "and no node is that large")
     await nodes.add_node_with("late")
     await made.says("Try it:")
     process.terminate()
