@@ -67,7 +67,24 @@ RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheel
     && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet --no-deps --no-warn-script-location --root /own wheels/*.whl \
     && src/deploy/docker/seal.sh /own /own
 
-FROM ${BASE} AS worker
+# Triton compiles launchers for the installed Python; kernels for a processor that is none of those below, too.
+FROM ${BASE} AS compiler
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*
+
+# Kernels for every kind of x86-64 processor that they tell apart: no worker waits for its compiler, or needs its memory.
+FROM compiler AS native
+ARG SOURCE_DATE_EPOCH
+COPY --from=torch /opt/tandem /opt/tandem
+COPY --from=own /own /
+COPY deploy/docker/seal.sh /build/
+RUN /opt/tandem/bin/python3 -m tandem.native.prebuild \
+        torch engine.kernels.cpu.build kv_transfer.memory.mover /native/opt/tandem \
+    && /build/seal.sh /native /native
+
+FROM compiler AS worker
 ARG SOURCE_DATE_EPOCH
 ARG VERSION=0.1.0
 ARG REVISION=unknown
@@ -76,15 +93,11 @@ LABEL org.opencontainers.image.title="tandem-worker" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# Kernels are compiled for the CPU on which they run, and Triton's launchers for the installed Python, into /cache.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*
 # Nothing else is ever written to: mount volumes there and make the root file system read-only. Runs as any user.
 RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
 COPY --from=torch /opt/tandem /opt/tandem
 COPY --from=own /own /
+COPY --from=native /native /
 ENV PATH=/opt/tandem/bin:$PATH HOME=/tmp XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001

@@ -1,6 +1,6 @@
 """Compiles a folder of C++ once per machine, and keeps the library in the user's cache.
 
-An installation may bring the library along, in `lib/tandem` (`tandem.native.prebuild`), as the router's image does.
+An installation may bring the library along, in `lib/tandem` (`tandem.native.prebuild`), as images do.
 
 The sources take raw pointers and need only system headers, so that g++ takes seconds and the result fits every process.
 Concurrent builds exclude each other by `flock`, which ends with its holder.
@@ -14,12 +14,15 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 COMPILERS = ("g++", "c++")
 COMPILE_TIMEOUT_S = 300
+NATIVE = "-march=native"
+"""Flag for the processor that the compiler runs on."""
 KEPT_LIBRARIES = 8
 PREBUILT = Path("lib/tandem")
 """Folder of an installation for compiled libraries."""
@@ -27,6 +30,16 @@ PREBUILT = Path("lib/tandem")
 
 class NativeUnavailable(Exception):
     """Compiled code is not available, and the caller has to do without it; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processors:
+    """A kind of processors, for which a library can be compiled on another machine."""
+
+    flags: tuple[str, ...]
+    """Flags of the compiler, in place of NATIVE."""
+    features: frozenset[str]
+    """What a processor needs, by the names in /proc/cpuinfo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +53,8 @@ class Recipe:
     flags: tuple[str, ...]
     libraries: tuple[str, ...] = ()
     """Extra arguments of the linker."""
+    processors: tuple[Processors, ...] = ()
+    """With NATIVE among the flags: kinds of processors to compile for ahead of time, the best first."""
 
     def read_sources(self) -> tuple[tuple[str, bytes], ...]:
         """Names and contents of all sources. Raises NativeUnavailable where there are none."""
@@ -48,10 +63,15 @@ class Recipe:
             raise NativeUnavailable(f"the sources of the {self.name} are missing in {self.sources}")
         return tuple((file.name, file.read_bytes()) for file in found)
 
-    @property
-    def fits_all_processors(self) -> bool:
-        """Whether the library runs on other processors of the machine's kind, too."""
-        return "-march=native" not in self.flags
+    def portable(self, features: frozenset[str] | None = None) -> tuple["Recipe", ...]:
+        """Return recipes of libraries that run on other machines, too, the best first; for processors with these
+        features, or all.
+        """
+        if NATIVE not in self.flags:
+            return (self,)
+        flags = tuple(flag for flag in self.flags if flag != NATIVE)
+        kinds = (kind for kind in self.processors if features is None or kind.features <= features)
+        return tuple(replace(self, flags=(*flags, *kind.flags), processors=()) for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,22 +109,28 @@ def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
 
 
 def prebuilt_library(recipe: Recipe) -> Path | None:
-    """Return the library that the installation brought along, made from these very sources; None where it has none."""
-    if not recipe.fits_all_processors:
+    """Return the library that the installation brought along, made from these very sources; None where it has none that
+    runs here.
+    """
+    directory = Path(sys.prefix) / PREBUILT
+    if not directory.is_dir():
         return None
-    library = _prebuilt(recipe, Path(sys.prefix) / PREBUILT)
-    return library if library.exists() else None
+    libraries = (_prebuilt(one, directory) for one in recipe.portable(_features()))
+    return next((library for library in libraries if library.exists()), None)
 
 
-def prebuild(recipe: Recipe, root: Path) -> Path:
-    """Compile for an installation whose files lie below `root`; return the library. Raises NativeUnavailable."""
-    if not recipe.fits_all_processors:
+def prebuild(recipe: Recipe, root: Path) -> list[Path]:
+    """Compile for an installation whose files lie below `root`; return the libraries. Raises NativeUnavailable."""
+    libraries = []
+    for one in recipe.portable():
+        library = _prebuilt(one, root / PREBUILT)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _compile(plan_build(one), library.parent, library)
+        library.chmod(0o644)  # it is installed by one user and used by others
+        libraries.append(library)
+    if not libraries:
         raise NativeUnavailable(f"the {recipe.name} are compiled for the processor that they run on")
-    library = _prebuilt(recipe, root / PREBUILT)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    _compile(plan_build(recipe), library.parent, library)
-    library.chmod(0o644)  # it is installed by one user and used by others
-    return library
+    return libraries
 
 
 def _prebuilt(recipe: Recipe, directory: Path) -> Path:
@@ -138,6 +164,15 @@ def cache_root_of(recipe: Recipe) -> Path:
     """`$XDG_CACHE_HOME/tandem/NAME`, as specified by the XDG base directory specification."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "tandem" / recipe.name
+
+
+def _features() -> frozenset[str]:
+    """Features of the processor, as the kernel names them; none where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":")[1].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
 def _processor() -> str:
@@ -201,24 +236,30 @@ def _prune(directory: Path, name: str) -> None:
 
 
 def _run_all(commands: Sequence[Sequence[str]], directory: Path, name: str) -> None:
-    """Run the commands in parallel. Raises NativeUnavailable with the first error message of one that failed."""
-    running = [
-        subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
-        for command in commands
-    ]
-    complaints: list[str] = []
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=COMPILE_TIMEOUT_S)
-            if process.returncode != 0:
-                lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
-                complaints.append(lines[0] if lines else f"exit code {process.returncode}")
-    except subprocess.TimeoutExpired as error:
-        raise NativeUnavailable(f"the C++ compiler took more than {COMPILE_TIMEOUT_S} s") from error
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    if complaints:
-        raise NativeUnavailable(f"the {name} do not compile here: {complaints[0]}")
+    """Run the commands, as many at once as there are processors: each takes hundreds of megabytes.
+
+    Raises NativeUnavailable with the first error message of one that failed.
+    """
+
+    def complaint(command: Sequence[str]) -> str | None:
+        try:
+            done = subprocess.run(  # noqa: S603
+                command,
+                cwd=directory,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=COMPILE_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NativeUnavailable(f"the C++ compiler took more than {COMPILE_TIMEOUT_S} s") from error
+        if done.returncode == 0:
+            return None
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        return lines[0] if lines else f"exit code {done.returncode}"
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for found in pool.map(complaint, commands):
+            if found is not None:
+                raise NativeUnavailable(f"the {name} do not compile here: {found}")

@@ -59,10 +59,7 @@ def _look(layers: Layers, router: Image, worker: Image) -> None:
     _report("worker: SBOM names what is installed", lambda: _bill(at, worker))
     checks = json.loads(output_of(at, worker, "tandem", "doctor", "--json"))["checks"]
     _report("worker: doctor", lambda: ", ".join(f"{one['name']} {one['status']}" for one in checks))
-    _report(
-        "worker: CPU kernels",
-        lambda: output_of(at, worker, "env", "XDG_CACHE_HOME=/tmp", "python3", "-m", "engine.kernels.cpu"),
-    )
+    _report("worker: CPU kernels", lambda: _kernels(at, worker))
 
 
 def _native(at: Path, router: Image) -> str:
@@ -71,6 +68,16 @@ def _native(at: Path, router: Image) -> str:
     found = output_of(at, router, "python3", "-c", program).strip()
     assert found.startswith("/opt/tandem/lib/tandem/native-streams-"), found
     return found
+
+
+def _kernels(at: Path, worker: Image) -> str:
+    """What a worker is ready with: nothing was compiled there."""
+    library, mover = "engine.kernels.cpu.library", "kv_transfer.memory.mover"
+    program = f"import torch, {library}, {mover}; print({library}.load_kernels().path, {mover}.build({mover}.RECIPE))"
+    kernels, movers = output_of(at, worker, "python3", "-c", program).split()
+    assert kernels.startswith("/opt/tandem/lib/tandem/kernels-"), kernels
+    assert movers.startswith("/opt/tandem/lib/tandem/movers-"), movers
+    return output_of(at, worker, "env", "XDG_CACHE_HOME=/tmp", "python3", "-m", "engine.kernels.cpu")
 
 
 def _serve(layers: Layers, router: Image, worker: Image, folder: Path) -> None:
