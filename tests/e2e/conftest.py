@@ -10,6 +10,10 @@ from cluster.processes.launcher import Command
 from tests.proofs.kills.fork_server import start_fork_servers
 from tests.support.oracle import Oracle
 
+pytest.register_assert_rewrite(
+    *(f"tests.e2e.settings.{name}" for name in ("row", "engine_rows", "router_rows", "access_rows"))
+)
+
 
 class ForkServers(NamedTuple):
     """How workers start without the wait, and where they are watched (`tests.proofs.kills.watched`)."""

@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *_modules(
             "tests/e2e/answers",
             *("cache_tiers", "clients", "fetching", "generation_config", "parity", "pinned_prompts", "pipelined"),
-            *("prompt_scores", "quantised_kv", "quantised_layers", "speculation", "structured", "tools", "walk"),
+            *("prompt_scores", "speculation", "structured", "tools", "walk"),
         ),
         "tests/e2e/models",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.kernels.cpu.gemm import Arithmetic
 from tests.e2e.models.test_quantized_checkpoint import quantize
-from tests.e2e.settings.row import MAX_TOKENS, Asked, Prompts, Row, Tokens
+from tests.e2e.settings.row import MAX_TOKENS, Asked, Prompts, Row, Tokens, nothing_else
 from tests.support.certificates import Authority
 from tests.support.e2e.one_process import PoolDtypes, answers
 from tests.support.oracle import BUILTIN, Oracle, noise
@@ -126,6 +126,16 @@ async def memory_is_within_its_bound(asked: Asked) -> None:
         assert 100 << 20 <= kinds["weights",] + kinds["kv_pool",] <= 300 << 20, kinds
 
 
+def stored_as_they_are(*, is_said: bool) -> Callable[[Asked], Awaitable[None]]:
+    """What the workers say of a quantized checkpoint's matrices."""
+
+    async def check(asked: Asked) -> None:
+        lines = [line for line in asked.cluster.logs.lines if "are multiplied as they are stored" in line]
+        assert bool(lines) == is_said, asked.cluster.logs.lines
+
+    return check
+
+
 async def certificates(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
     Authority().issue(folder)
     return {}
@@ -239,6 +249,7 @@ ROWS = {
     ),
     "blocks-16-to-64": Row(
         settings={"prefill.block_size": 16, "engine.block_size": 64, "transfer.transport": "tcp"},
+        block_size=64,
     ),
     **{
         f"quantization-{name}": Row(
@@ -258,10 +269,14 @@ ROWS = {
                 "model.path": "{folder}/w4a16",
             },
             start=quantized_model,
+            check=check,
             expected=alone(bf16(name), bf16(name), model="w4a16"),
             needs=Arithmetic.INT8_VECTORS,
         )
-        for name in ("stored", "auto")
+        for name, check in (
+            ("stored", stored_as_they_are(is_said=True)),
+            ("auto", nothing_else),  # with AMX they are restored
+        )
     },
     **{
         f"quantization-{prefill}-to-{decode}": Row(

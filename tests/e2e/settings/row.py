@@ -42,7 +42,7 @@ async def _no_names(_folder: Path, _stack: AsyncExitStack) -> Mapping[str, Any]:
     return {}
 
 
-async def _nothing(_: Asked) -> None:
+async def nothing_else(_: Asked) -> None:
     """For settings that promise nothing but the same answers."""
 
 
@@ -52,7 +52,7 @@ class Row:
 
     settings: Mapping[str, Any]
     """By dotted names, as in the file. `{folder}` in a text is the test's folder; `start` returns what others mean."""
-    check: Callable[[Asked], Awaitable[None]] = _nothing
+    check: Callable[[Asked], Awaitable[None]] = nothing_else
     """That the settings do what they say, seen from outside."""
     start: Callable[[Path, AsyncExitStack], Awaitable[Mapping[str, Any]]] = _no_names
     """Writes what the settings name into the folder, and starts what they connect to; returns ports and the like."""
