@@ -54,7 +54,7 @@ class RouterClusterState:
         self.directory = RedisDirectory(KnownAddresses(stated, forget_s=FORGET_LEASES * settings.lease_s))
         self._registry = registry
         self._limits = limits
-        self._peers = PeerLoads(lease_s=settings.lease_s)
+        self._peers = PeerLoads(lease_s=settings.lease_s, turn_s=TURN_S)
         self._clock = clock
         self._view = LogPositions()
         self._logs = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, SystemRandom()), use="follow", clock=clock)

@@ -43,9 +43,14 @@ class _PeerReport(NamedTuple):
 class PeerLoads:
     """The other routers' loads, each until its lease ends."""
 
-    def __init__(self, *, lease_s: float) -> None:
-        """`lease_s`: how long a load counts without being renewed by its router."""
+    def __init__(self, *, lease_s: float, turn_s: float = 0.0) -> None:
+        """`lease_s`: how long a load counts, from when it was written, without being renewed by its router.
+
+        `turn_s`: time between two calls of `update` and `expire`. A load may have been written that long before it is
+        read, and may lapse that long before it is noticed.
+        """
         self.lease_s = lease_s
+        self._lapse_s = lease_s - 2 * turn_s
         self._reported: dict[Incarnation, _PeerReport] = {}
         self._sequences: OrderedDict[Incarnation, int] = OrderedDict()
         """Sequence number of each router's newest load, including routers that are gone; the most recently heard is
@@ -71,7 +76,7 @@ class PeerLoads:
         if len(self._sequences) > MAX_REMEMBERED:
             self._sequences.popitem(last=False)
         shares = {WorkerKey(*share.process): share for share in load.shares}
-        self._reported[load.router] = _PeerReport(shares, now_s + self.lease_s)
+        self._reported[load.router] = _PeerReport(shares, now_s + self._lapse_s)
         return True
 
     def remove(self, router: Incarnation) -> bool:

@@ -2,6 +2,8 @@
 
 from random import Random
 
+import pytest
+
 from router.fleet.session_wire import hello_from_pb
 from router.types.worker_view import WorkerKey, WorkerLoad
 from router.workers.booking import Booking
@@ -43,6 +45,16 @@ def test_peer_load_since_report_counts_until_newer_report() -> None:
     assert peers.at(ME, 6) == PeerShare(backlog_tokens=130, num_requests=3, backlog_since=30, num_since=1)
     assert peers.at(ME, 7) == PeerShare(backlog_tokens=130, num_requests=3)
     assert peers.at(WorkerKey(ME.worker_id, Incarnation(2)), 5) is NO_PEERS, "a restarted worker has none of it"
+
+
+@pytest.mark.parametrize("read_ms", range(0, 150, 10))
+def test_peer_load_lapses_before_the_lease_in_redis_ends(read_ms: int) -> None:
+    """However late in its turn a router reads what another wrote last, at 0, and notices that it has lapsed."""
+    peers = PeerLoads(lease_s=3.0, turn_s=0.15)
+    peers.update(load(A, 1, share(1, 10, 1)), read_ms / 1000)
+    looks_ms = range(read_ms, 3001, 150)
+    gone_ms = next(now_ms for now_ms in looks_ms if peers.expire(now_ms / 1000))
+    assert 2700 <= gone_ms <= 3000
 
 
 def test_peer_load_unrenewed_lapses() -> None:
