@@ -53,6 +53,7 @@ class Nodes:
         self._images = images
         self.key = f"sk-{secrets.token_hex(16)}"
         self.addresses: dict[str, str] = {}
+        self._killed: set[str] = set()
         self._pids: dict[str, int] = {}
         self._folder = engine.folder / "nodes"
         self._hosts = self._folder / "hosts"
@@ -112,6 +113,9 @@ class Nodes:
         if name in WORKERS:
             words += ["--volume", f"{self._folder}/cache:/cache", "--env", f"TANDEM_{role.upper()}__HOST={address}"]
             command = [self._images.worker, *command[1:], "--index", index]
+        if name in self._killed:
+            self._engine.podman("wait", name)  # else podman may find that it ends while it is removed, and fail
+            self._killed.discard(name)
         self._engine.podman("rm", "--force", "--ignore", "--time", "0", name)
         self._engine.podman(*words, *command)
         self.addresses[name] = address
@@ -123,6 +127,7 @@ class Nodes:
             for chain in ("INPUT", "OUTPUT"):
                 self._inside(name, *_CHAIN_WAIT, "--append", chain, "--jump", "DROP")
         os.kill(self._pids.pop(name), signal.SIGKILL)
+        self._killed.add(name)
         del self.addresses[name]
 
     def cut(self, one: str, other: str) -> None:
