@@ -20,7 +20,6 @@ from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.pins import PinBounds
 from engine.kv_storage.block_file import cache_identity
 from engine.kv_storage.disk_store import DiskStore, check_path
-from engine.kv_storage.free_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.config import load_model_config
 from engine.model.decoder import Decoder
@@ -47,6 +46,7 @@ from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, ti
 from engine.types.config import SchedulerConfig
 from engine.types.token_guide import Guides
 from tandem.errors import ConfigError
+from tandem.process.host_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from tandem.telemetry.logs import configured_style
 from tandem.values.block_hash import BlockHasher
 from tandem.values.kv_layout import KVLayout

@@ -9,9 +9,9 @@ from engine.kv_cache.tiers.cache import CacheTiers, TierSpec
 from engine.kv_cache.tiers.disk import DiskSpec
 from engine.kv_storage.block_file import CacheIdentity
 from engine.kv_storage.disk_store import DiskStore, file_bytes
-from engine.kv_storage.free_memory import HostRoom
 from engine.runner.block_mover import BlockMover
 from tandem.errors import ConfigError
+from tandem.process.host_memory import HostRoom
 from tandem.values.disk_cache import contradiction
 from tandem.values.kv_layout import KVLayout
 

@@ -16,7 +16,6 @@ from typing import TypeVar
 from engine.assembly import EngineParts
 from engine.distributed.ranks.mirror import Mirror
 from engine.engine import Engine
-from engine.kv_storage.free_memory import resident_bytes
 from engine.sampling.constraints import AllOf, AllowedTokens, BannedSequences, catch_up
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_rates import RateMeter
@@ -28,6 +27,7 @@ from engine.types.runner import Runner
 from engine.types.step_output import LayersDone, Load, StepOutput
 from engine.types.token_guide import TokenGuide
 from tandem.errors import InvalidRequest, ServingError
+from tandem.process.host_memory import resident_bytes
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId
 from tandem.values.prefix_pin import PinOrder, PinResult

@@ -10,13 +10,13 @@ from pathlib import Path
 from cluster.doctor.findings import Finding, Status
 from cluster.terminal_text import format_bytes
 from tandem.config.cluster import ClusterConfig
+from tandem.process.host_memory import free_memory_bytes, memory_capacity_bytes
 
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 MIN_SHM_BYTES = 64 << 20
 MIN_OPEN_FILES = 4096
 SHM = "/dev/shm"  # noqa: S108  # only measured, never written to
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
 
 
@@ -44,25 +44,14 @@ def memory(_config: ClusterConfig) -> list[Finding]:
     import psutil
 
     machine = psutil.virtual_memory()
-    limit = _cgroup_limit(machine.total)
-    detail = f"{format_bytes(machine.available)} free of {format_bytes(machine.total)}"
-    if limit is not None:
+    limit, free = memory_capacity_bytes(), free_memory_bytes()
+    detail = f"{format_bytes(free)} free of {format_bytes(machine.total)}"
+    if limit < machine.total:
         detail += f", container limit {format_bytes(limit)}"
-    if min(machine.available, limit or machine.available) < MIN_MEMORY_BYTES:
+    if free < MIN_MEMORY_BYTES:
         hint = f"three workers need about {format_bytes(MIN_MEMORY_BYTES)}; reduce engine.memory_bytes"
         return [Finding(name="memory", status=Status.WARN, detail=detail, hint=hint)]
     return [Finding(name="memory", status=Status.OK, detail=detail)]
-
-
-def _cgroup_limit(total_bytes: int) -> int | None:
-    for path in _CGROUP_LIMITS:
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < total_bytes:
-            return int(text)
-    return None
 
 
 def disk(_config: ClusterConfig) -> list[Finding]:

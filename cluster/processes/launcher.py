@@ -31,10 +31,10 @@ from cluster.processes.effective_config import (
 from cluster.processes.standby import StandbyWorkers
 from cluster.processes.worker_gpus import WorkerGpus
 from cluster.supervisor.supervisor import ProcessPlan, Role
-from engine.kv_storage.free_memory import free_memory_bytes
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.process.gpu_host import GpuHost, NvidiaHost
+from tandem.process.host_memory import free_memory_bytes
 from tandem.process.runtime_folder import make_private_folder
 from tandem.rpc.hosts import join
 from tandem.values.roles import WorkerRole

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoints.sources import TensorSource, open_source
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, join
@@ -28,6 +27,7 @@ from engine.model.parameters import LAYERS, StoredPart, expected_shapes, paramet
 from engine.model.shard import Shard
 from engine.model.spec import LayerSpec, ModelSpec, NormKind, QKNorm
 from tandem.errors import ConfigError
+from tandem.process.host_memory import return_freed_memory
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]

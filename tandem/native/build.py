@@ -19,8 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.process.host_memory import free_memory_bytes
+
 COMPILERS = ("g++", "c++")
 COMPILE_TIMEOUT_S = 300
+COMPILER_BYTES = 400 << 20
+"""Memory that one compiler may take: the kernels' take 100 to 350 MB each."""
 NATIVE = "-march=native"
 """Flag for the processor that the compiler runs on."""
 KEPT_LIBRARIES = 8
@@ -236,10 +240,7 @@ def _prune(directory: Path, name: str) -> None:
 
 
 def _run_all(commands: Sequence[Sequence[str]], directory: Path, name: str) -> None:
-    """Run the commands, as many at once as there are processors: each takes hundreds of megabytes.
-
-    Raises NativeUnavailable with the first error message of one that failed.
-    """
+    """Run the commands, some at once. Raises NativeUnavailable with the first error message of one that failed."""
 
     def complaint(command: Sequence[str]) -> str | None:
         try:
@@ -259,7 +260,12 @@ def _run_all(commands: Sequence[Sequence[str]], directory: Path, name: str) -> N
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         return lines[0] if lines else f"exit code {done.returncode}"
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(_num_compilers()) as pool:
         for found in pool.map(complaint, commands):
             if found is not None:
                 raise NativeUnavailable(f"the {name} do not compile here: {found}")
+
+
+def _num_compilers() -> int:
+    """How many compilers may run at once: one for each processor, and fewer in a small pod of a large machine."""
+    return max(1, min(len(os.sched_getaffinity(0)), free_memory_bytes() // COMPILER_BYTES))

@@ -23,7 +23,6 @@ from engine.distributed.torch_group import OverNodes, TorchGroup
 from engine.distributed.wire.mirrored_blocks import Planes, decode_blocks, read_blocks, write_blocks
 from engine.distributed.wire.steps import decode_step
 from engine.kernels.cpu.threads import threads_per_process
-from engine.kv_storage.free_memory import HostRoom, free_memory_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import gpu_limit_bytes
@@ -33,6 +32,7 @@ from engine.runner.dry_run import PeakMemory, release_unused_memory
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import ConfigError
 from tandem.process.gpu_host import NvidiaHost
+from tandem.process.host_memory import HostRoom, free_memory_bytes
 from tandem.telemetry.logs import configure
 
 _log = logging.getLogger(__name__)

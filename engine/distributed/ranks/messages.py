@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from engine.backends.options import BackendOptions
-from engine.kv_storage.free_memory import HostRoom
 from engine.model.gpu_memory import GpuMemoryRequest
+from tandem.process.host_memory import HostRoom
 from tandem.values.kv_layout import KVLayout
 
 

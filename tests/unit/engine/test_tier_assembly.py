@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from engine.kv_storage.free_memory import HostRoom
 from engine.tier_assembly import HostSlots, TierSizes, host_slots
 from tandem.errors import ConfigError
+from tandem.process.host_memory import HostRoom
 from tandem.values.kv_layout import KVLayout
 
 LAYOUT = KVLayout(

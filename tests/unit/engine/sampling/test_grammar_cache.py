@@ -10,11 +10,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from engine.kv_storage.free_memory import resident_bytes
 from engine.sampling import grammar as guidance
 from engine.sampling.grammar import LlGuides, grammar_cache_bytes
 from engine.types.token_guide import num_words, unusable
 from tandem.model_path import model_directory
+from tandem.process.host_memory import resident_bytes
 from tandem.values.grammar_bounds import ParserTime, most_bytes
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger

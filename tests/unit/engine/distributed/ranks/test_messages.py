@@ -8,11 +8,11 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup, combine_facts
-from engine.kv_storage.free_memory import HostRoom
 from engine.kv_storage.paged_cache import PagedKVCache
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.region import KVRegion
+from tandem.process.host_memory import HostRoom
 from tandem.values.ids import BlockId
 from tandem.values.kv_layout import KVLayout
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_storage.free_memory import free_memory_bytes, memory_capacity_bytes
+from tandem.process.host_memory import free_memory_bytes, memory_capacity_bytes
 
 MEMINFO = "MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:    4000 kB\n"
 
