@@ -29,6 +29,7 @@ from worker.kv_exchange.config import tcp_settings, transfer_settings
 from worker.kv_exchange.pool_region import assemble_worker, region_of
 from worker.kv_exchange.service import FabricPlan, Spawn, open_fabric
 from worker.node_group import node_group
+from worker.quality_check import QualityCheck
 from worker.sessions import WorkerSessions
 from worker.trace_service import serve_traces
 
@@ -46,7 +47,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name, credentials)
-    seat = take_gpus(config, WorkerRole.DECODE, place)
+    seat, quality = take_gpus(config, WorkerRole.DECODE, place), QualityCheck.from_config(config, WorkerRole.DECODE)
     parts = await asyncio.to_thread(assemble_worker, engine_spec(config, WorkerRole.DECODE, nodes, seat), progress)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -69,6 +70,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
+        if quality is not None:
+            await lifetime.unless_stopped(quality.run(host, worker))
         await _with_fabric(stack, server, worker, host, config, tcp, channels, tasks.create_task)
         sessions.register(server)
         serve_traces(server, host, config.profiling)

@@ -31,6 +31,7 @@ from worker.kv_exchange.config import tcp_settings, transfer_settings
 from worker.kv_exchange.pool_region import assemble_worker, region_of
 from worker.kv_exchange.service import FabricPlan, open_fabric
 from worker.node_group import node_group
+from worker.quality_check import QualityCheck
 from worker.sessions import WorkerSessions
 from worker.trace_service import serve_traces
 
@@ -46,7 +47,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     channels = ClusterChannels(credentials, allows_plaintext=tls.mode == "off")
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name, credentials)
-    seat = take_gpus(config, WorkerRole.PREFILL, place)
+    seat, quality = take_gpus(config, WorkerRole.PREFILL, place), QualityCheck.from_config(config, WorkerRole.PREFILL)
     parts = await asyncio.to_thread(_parts, engine_spec(config, WorkerRole.PREFILL, nodes, seat), place.ready_fd)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
@@ -62,6 +63,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
+        if quality is not None:
+            await lifetime.unless_stopped(quality.run(host, worker))
         plan = FabricPlan(
             identity=identity,
             host=host,

@@ -22,6 +22,7 @@ def engine_spec(
     seat = seat or GpuSeat(gpus=())
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     settings = config.engine_of(pool).model_dump() | {"disk_cache_path": disk_folder(config, role.value)}
+    del settings["quality_gate"]  # the worker's own
     speculation = SpeculationConfig(**settings.pop("speculation"))
     has_drafts = bool(speculation.sources) and role is not WorkerRole.PREFILL
     if role is WorkerRole.PREFILL:

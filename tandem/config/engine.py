@@ -119,6 +119,10 @@ class EngineSection(PinnedShares):
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
     See docs/extend/measurements.md for the loss of accuracy."""
+    quality_gate: str | None = None
+    """File that `tandem eval --gate` wrote, relative to the model's directory. Each worker scores its text before it
+    serves, and ends where the perplexity is further above the base's than the scheme of its weights may be
+    (docs/use/models.md). null: none."""
     speculation: SpeculationSection = SpeculationSection()
     """Speculative decoding. Steps are not `pipelined` with it."""
     deterministic: bool = False

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,20 @@ class Lifetime:
         """Make the process reload its files."""
         for callback in self._rereads:
             callback()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, or drop it when the process should stop. Raises the fault, and what the work raises."""
+        done = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait((done, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if self.fault is not None:
+                raise self.fault
+            if done.done():
+                done.result()
+        finally:
+            stopping.cancel()
+            done.cancel()
 
     async def wait(self) -> None:
         """Wait for `stop` or `fail`; raises the fault."""

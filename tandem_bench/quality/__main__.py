@@ -46,6 +46,35 @@ def parser() -> argparse.ArgumentParser:
         help=f"some of: {', '.join(SUITES)}; default: all, but perplexity only with --text",
     )
     add("--text", type=Path, metavar="FILE", help="text to score, of the kind that the model is used for")
+    _add_precision(made)
+    add(
+        "--samples",
+        type=_at_least(1),
+        default=100,
+        metavar="N",
+        help="questions of each kind, and at most so many windows of text; default: 100, of which two may be lost",
+    )
+    add(
+        "--lengths",
+        type=_lengths,
+        default=(512,),
+        metavar="N,N",
+        help="tokens of the needle prompts; default: 512",
+    )
+    add(
+        "--gate",
+        type=Path,
+        metavar="FILE",
+        help="also write what the base expects of the text, for engine.quality_gate",
+    )
+    add("--threads", type=_at_least(1), metavar="N", help="CPU threads; default: all")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    return made
+
+
+def _add_precision(made: argparse.ArgumentParser) -> None:
+    """Add how the model, and the base, are computed."""
+    add = made.add_argument
     add(
         "--quantization",
         choices=get_args(Quantization),
@@ -70,23 +99,6 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="dtype of the base, whose weights are never quantized by us; default: float32",
     )
-    add(
-        "--samples",
-        type=_at_least(1),
-        default=100,
-        metavar="N",
-        help="questions of each kind, and at most so many windows of text; default: 100, of which two may be lost",
-    )
-    add(
-        "--lengths",
-        type=_lengths,
-        default=(512,),
-        metavar="N,N",
-        help="tokens of the needle prompts; default: 512",
-    )
-    add("--threads", type=_at_least(1), metavar="N", help="CPU threads; default: all")
-    add("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
-    return made
 
 
 def _suites(text: str) -> tuple[str, ...]:
@@ -119,8 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parsing.parse_args(arguments)
     if options.suite is not None and "perplexity" in options.suite and options.text is None:
         parsing.error("--suite perplexity needs --text FILE")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parsing.error(f"{options.json}: no such directory")
+    for file in (options.json, options.gate):
+        if file is not None and not file.absolute().parent.is_dir():
+            parsing.error(f"{file}: no such directory")
+    if options.gate is not None and not {"perplexity", "kl"} & set(options.suite or SUITES):
+        parsing.error("--gate needs the suite perplexity or kl, whose text it takes")
     err = Console(stderr=True, highlight=False)
     out = Console(highlight=False)
     rows: list[Row] = []
@@ -161,7 +176,7 @@ def _measure(options: argparse.Namespace, rows: list[Row], err: Console) -> None
         lengths=options.lengths,
         num_threads=options.threads or os.cpu_count() or 1,
     )
-    measure(plan, rows, note=lambda line: err.print(Text(line, style="dim"), soft_wrap=True))
+    measure(plan, rows, note=lambda line: err.print(Text(line, style="dim"), soft_wrap=True), gate=options.gate)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Measures what a model, or a way to compute it, loses against a base, and judges it by one table of limits."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -14,36 +16,15 @@ from tandem.model_path import model_directory
 from tandem.values.kv_layout import AUTO_DTYPE
 from tandem_bench.quality.engine_forward import EngineForward, Precision
 from tandem_bench.quality.questions import Question, json_questions, needle_questions
-from tandem_bench.quality.text_scores import TextScores, story_windows, text_windows
+from tandem_bench.quality.text_scores import TextScores, expectations, story_windows, text_windows
 from tandem_bench.report import Row, figure
+from worker.decisions.quality_gate import LIMITS, MADE_AT_LOAD, QualityGate, scheme_of
 
 _SAMPLE_CHARS = 1 << 16
-_WEIGHTS_MADE_AT_LOAD = ("int8", "int4")
+_GATE_WINDOWS = 16
+"""Windows of text in a gate: enough for an error of the mean far below any limit, few enough for every start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Greatest loss of one scheme, against the same weights in float32 or the base that was named."""
-
-    perplexity_percent: float
-    """Rise of the perplexity per token."""
-    divergence_nats: float | None = None
-    """Mean KL divergence; None: nothing is promised."""
-
-
-LIMITS: Mapping[str, Limits] = {
-    "float": Limits(perplexity_percent=1.0, divergence_nats=0.01),
-    "int8": Limits(perplexity_percent=1.0, divergence_nats=0.01),
-    "int4": Limits(perplexity_percent=5.0),
-    "stored": Limits(perplexity_percent=5.0),
-}
-"""By scheme of the weights: `stored` is a quantized checkpoint, of any number of bits.
-
-A rise of 1 % of the perplexity is 0.01 nats per token, and the mean KL divergence is the rise to expect where the base
-itself writes the text: so the same loss, measured without the noise of what a text happens to say. With four bits it
-depends on the text much more (the built-in model: 0.003 on its own stories, 0.11 on a licence, whose perplexity falls),
-so that no limit would tell a good scheme from a bad one.
-"""
 MAX_POINTS_LOST = 2.0
 """Greatest fall of a share of right answers, in percentage points, with every scheme."""
 
@@ -69,7 +50,7 @@ def resolve_precision(model: str, *, dtype: str, quantization: str, kv_dtype: st
 
     Raises ConfigError when the model cannot be read.
     """
-    if dtype == AUTO_DTYPE and quantization in _WEIGHTS_MADE_AT_LOAD:
+    if dtype == AUTO_DTYPE and quantization in MADE_AT_LOAD:
         dtype = "bfloat16"
     return Precision(dtype=resolve_dtype(dtype, model), quantization=quantization, kv_dtype=kv_dtype)
 
@@ -152,9 +133,7 @@ class Comparison:
     @property
     def scheme(self) -> str:
         """Key of LIMITS."""
-        if self._plan.precision.quantization in _WEIGHTS_MADE_AT_LOAD:
-            return self._plan.precision.quantization
-        return "float" if self._model.weight_format is None else "stored"
+        return scheme_of(self._plan.precision.quantization, self._model.weight_format)
 
     def rows(self) -> Iterator[list[Row]]:
         """Measure suite by suite, and needles length by length."""
@@ -172,6 +151,19 @@ class Comparison:
         scores = TextScores()
         scores.add(self._base, self._model, self._windows)
         return scores
+
+    def gate(self) -> QualityGate:
+        """Return what the base expects of the text, for `engine.quality_gate`."""
+        plan, windows = self._plan, self._windows
+        chosen = [windows[i * len(windows) // _GATE_WINDOWS] for i in range(_GATE_WINDOWS)]
+        if len(windows) < _GATE_WINDOWS:
+            chosen = windows
+        self._note(f"scoring {sum(map(len, chosen))} tokens for the gate")
+        return QualityGate(
+            base=f"{plan.base} in {plan.base_precision.dtype}",
+            vocab_size=self._base.vocab_size,
+            windows=tuple(expectations(self._base, ids) for ids in chosen),
+        )
 
     def _perplexity_rows(self) -> list[Row]:
         scores, limits = self._text_scores, LIMITS[self.scheme]
@@ -227,8 +219,24 @@ def _percent(found: Sequence[bool]) -> float:
     return 100 * sum(found) / len(found)
 
 
-def measure(plan: Plan, rows: list[Row], *, note: Callable[[str], None]) -> None:
-    """Measure suite by suite, adding to `rows`, so that a later failure loses nothing. Raises ConfigError."""
+def measure(plan: Plan, rows: list[Row], *, note: Callable[[str], None], gate: Path | None = None) -> None:
+    """Measure suite by suite, adding to `rows`, so that a later failure loses nothing. `gate`: file to write a gate to,
+    first. Raises ConfigError.
+    """
     torch.set_num_threads(plan.num_threads)
-    for found in Comparison(plan, note).rows():
+    comparison = Comparison(plan, note)
+    if gate is not None:
+        _write_gate(comparison.gate(), gate)
+    for found in comparison.rows():
         rows += found
+
+
+def _write_gate(gate: QualityGate, path: Path) -> None:
+    """Write a whole file or none. Raises ConfigError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(gate.model_dump_json(), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"--gate {path}: {error.strerror}") from None

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 from router.text.tokenizer import Tokenizer
 from tandem_bench import stories
 from tandem_bench.quality.engine_forward import EngineForward
+from worker.decisions.quality_gate import GateWindow, perplexity_of
 
 WINDOW = 512
 """Tokens that are scored with a context of their own."""
+_GATE_DIGITS = 6
 _ROWS = 64
 """Rows of the vocabulary's size that are compared at once, which bounds the memory of large vocabularies."""
 
@@ -51,6 +53,20 @@ def prompt_beginning(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
+@torch.inference_mode()
+def expectations(base: EngineForward, ids: list[int]) -> GateWindow:
+    """Return what a base expects in the place of each token of a window but the first."""
+    targets, logits = torch.tensor(ids[1:]), base(ids)
+    logprobs, top_ids = [], []
+    for start in range(0, len(targets), _ROWS):
+        rows = slice(start, min(start + _ROWS, len(targets)))
+        expected = logits[rows].double().log_softmax(-1)
+        logprobs += expected.gather(1, targets[rows, None])[:, 0].tolist()
+        top_ids += expected.argmax(-1).tolist()
+    rounded = (min(0.0, round(one, _GATE_DIGITS)) for one in logprobs)
+    return GateWindow(token_ids=tuple(ids), logprobs=tuple(rounded), top_ids=tuple(top_ids))
+
+
 class TextScores:
     """Sums over all tokens but each window's first, of a base and of a model that is compared with it."""
 
@@ -83,12 +99,12 @@ class TextScores:
     @property
     def base_perplexity(self) -> float:
         """Perplexity of the base, per token."""
-        return _exp(self._base_nats / self.num_tokens)
+        return perplexity_of(self._base_nats / self.num_tokens)
 
     @property
     def perplexity(self) -> float:
         """Perplexity of the model, per token."""
-        return _exp(self._nats / self.num_tokens)
+        return perplexity_of(self._nats / self.num_tokens)
 
     @property
     def mean_divergence(self) -> float:
@@ -105,8 +121,3 @@ class TextScores:
     def agreement_percent(self) -> float:
         """Share of tokens after which both expect the same one most."""
         return 100 * self._num_agreeing / self.num_tokens
-
-
-def _exp(nats: float) -> float:
-    """Return e to the power of `nats`, at most e to the 700: a broken model must not end in an overflow."""
-    return math.exp(min(nats, 700.0))

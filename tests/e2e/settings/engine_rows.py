@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.kernels.cpu.gemm import Arithmetic
+from tandem_bench.quality.__main__ import main as write_gate
 from tests.e2e.models.test_quantized_checkpoint import quantize
 from tests.e2e.settings.row import MAX_TOKENS, Asked, Prompts, Row, Tokens, nothing_else
 from tests.support.certificates import Authority
@@ -141,6 +142,18 @@ async def certificates(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
     return {}
 
 
+async def quality_gate(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
+    """What the built-in model expects in float32."""
+    write_gate(["builtin", "--suite", "kl", "--samples", "2", "--gate", str(folder / "gate.json")])
+    return {}
+
+
+async def gates_are_passed(asked: Asked) -> None:
+    """By each worker, before it serves."""
+    lines = [line for line in asked.cluster.logs.lines if "quality gate passed" in line]
+    assert len(lines) == len(asked.cluster.local.workers), asked.cluster.logs.lines
+
+
 async def quantized_model(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
     quantize(folder)
     return {}
@@ -253,7 +266,9 @@ ROWS = {
     ),
     **{
         f"quantization-{name}": Row(
-            settings={**EXACT_BF16, "engine.quantization": name},
+            settings={**EXACT_BF16, "engine.quantization": name, "engine.quality_gate": "{folder}/gate.json"},
+            start=quality_gate,
+            check=gates_are_passed,
             expected=alone(bf16(name), bf16(name)),
             needs=Arithmetic.INT8_VECTORS,
         )

@@ -19,7 +19,7 @@ def parts(**changes: int) -> EngineParts:
         "scheduler": ledger.scheduler(**changes),
         "runner": LedgerRunner(),
         "config": ledger.config(**changes),
-        "model": SimpleNamespace(vocab_size=ledger.VOCAB, flops_per_token=0),
+        "model": SimpleNamespace(vocab_size=ledger.VOCAB, flops_per_token=0, weight_format=None),
         "layout": SimpleNamespace(
             block_size=changes.get("block_size", ledger.BLOCK), worker_block_bytes=1 << 10, tp_size=1
         ),

@@ -140,3 +140,31 @@ def test_lifetime_exit_flushes_output_and_skips_teardown():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "said\ntold of the end\n", "")
+
+
+async def test_lifetime_work_is_done_unless_the_process_stops() -> None:
+    lifetime, begun = Lifetime(), asyncio.Event()
+    await lifetime.unless_stopped(asyncio.sleep(0))
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def wrong() -> None:
+        raise ConfigError("wrong")
+
+    with pytest.raises(ConfigError, match="wrong"):
+        await lifetime.unless_stopped(wrong())
+    working = asyncio.create_task(lifetime.unless_stopped(endless()))
+    await begun.wait()
+    lifetime.stop()
+    await working
+
+
+async def test_lifetime_fault_ends_work_that_waits_for_what_has_failed() -> None:
+    lifetime = Lifetime()
+    working = asyncio.create_task(lifetime.unless_stopped(asyncio.sleep(3600)))
+    await asyncio.sleep(0)
+    lifetime.fail(RuntimeError("the engine"))
+    with pytest.raises(RuntimeError, match="the engine"):
+        await working

@@ -16,6 +16,7 @@ from tandem_bench.quality.__main__ import main
 from tandem_bench.report import Row, read_json
 from tandem_bench.shapes import SHAPES
 from tests.support.engine.gguf_writer import write_gguf
+from worker.decisions.quality_gate import QualityGate, WindowScores, quality_loss
 
 FEW = ["--samples", "2", "--lengths", "256", "--threads", "1"]
 Evaluate = Callable[..., tuple[int, dict[str, Row]]]
@@ -184,3 +185,25 @@ def test_eval_empty_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "empty").touch()
     assert main([BUILTIN, "--text", str(tmp_path / "empty")]) == 2
     assert "fewer than two tokens" in capsys.readouterr().err
+
+
+def test_eval_gate_is_what_the_base_expects(evaluate: Evaluate, wrecked: Path, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "gate.json"
+    more = ("--against", BUILTIN, "--text", str(text), "--suite", "perplexity", "--gate", str(file))
+    code, rows = evaluate(str(wrecked), *more)
+    assert code == 1, "the model is bad, and the base's expectations are written all the same"
+    gate = QualityGate.parse(file.read_text())
+    assert gate.base == "builtin in float32"
+    found = [WindowScores(logprobs=window.logprobs, top_ids=window.top_ids) for window in gate.windows]
+    assert len(found) == 2
+    assert quality_loss(gate, found).perplexity == pytest.approx(rows["perplexity.base"].value, rel=1e-5)
+
+
+def test_eval_gate_needs_a_suite_with_a_text_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, wrong in (
+        (["--suite", "json", "--gate", str(tmp_path / "gate.json")], "--gate needs the suite perplexity or kl"),
+        (["--gate", str(tmp_path / "no/gate.json")], "no such directory"),
+    ):
+        with pytest.raises(SystemExit):
+            main([BUILTIN, *options])
+        assert wrong in capsys.readouterr().err
