@@ -34,6 +34,7 @@ from router.fleet.probes import CANARY_SALT, QUALITY_SALT, Canary, QualityProbe
 from router.fleet.profiles import Profiles
 from router.fleet.reachable_workers import ReachableWorkers
 from router.fleet.readiness import ReadinessCheck
+from router.fleet.shadow_scoring import SHADOW_SALT, ShadowScoring
 from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcServer, build_server
 from router.host_peers.exchange import HostPeerExchange
@@ -128,7 +129,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, publish=heart.send)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
-        await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
+        await _watch_quality(stack, config, registry, dispatcher, frontend, metrics)
         _announce(heart, config.router.host, http, rpc, model)
         await stack.enter_async_context(reached)
         await lifetime.wait()
@@ -145,7 +146,7 @@ def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlac
     return tracer
 
 
-async def _begin_quality_probe(
+async def _watch_quality(
     stack: AsyncExitStack,
     config: ClusterConfig,
     registry: WorkerRegistry,
@@ -154,6 +155,11 @@ async def _begin_quality_probe(
     metrics: RouterMetrics,
 ) -> None:
     settings = config.router.quality
+    if settings.shadow_share:
+        root = frontend.hash_root(SHADOW_SALT)
+        shadow = ShadowScoring(registry, dispatcher, share=settings.shadow_share, hash_root=root, rng=Random())
+        metrics.registry.register(await stack.enter_async_context(shadow))
+        dispatcher.on_answer = shadow.on_answer
     if settings.period_s is None:
         return
     probe = QualityProbe(

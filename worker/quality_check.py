@@ -83,8 +83,9 @@ class QualityCheck:
         num_left = len(parts)
         while num_left and (message := await port.next()) is not None:
             if message.HasField("refused"):
-                index = message.refused.request_id
-                raise ConfigError(f"{self._where}: windows.{index}: {failure_from_pb(message.refused.failure).message}")
+                refused = message.refused
+                why = failure_from_pb(refused.failure).message
+                raise ConfigError(f"{self._where}: windows.{refused.request_id}: {why}")
             parts[int(message.prompt_scores.request_id)].append(message.prompt_scores)
             num_left -= message.prompt_scores.HasField("times")
         return [

@@ -17,6 +17,7 @@ from router.api.prompts import PromptReader
 from router.cluster_state.redis_metrics import ClusterStateMetrics
 from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.probes import QualityProbe
+from router.fleet.shadow_scoring import ShadowScoring
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics, LinkMetrics
@@ -39,8 +40,8 @@ _ROUTER = """\
 
 At `/metrics` of every router; where several router processes share a port, one scrape answers for all of them.
 `tandem_redis_*` are there with `redis.url`, `tandem_audit_*` with `router.audit_log`, `tandem_file_*` with
-`router.api_keys_file` or `router.tls`, `tandem_member_*` with `cluster.tls`, and `tandem_quality_*` with
-`router.quality.period_s`.
+`router.api_keys_file` or `router.tls`, `tandem_member_*` with `cluster.tls`, `tandem_quality_*` with
+`router.quality.period_s`, and `tandem_shadow_*` with `router.quality.shadow_share`.
 """
 _PLANNER = """\
 ## The autoscaler
@@ -102,7 +103,7 @@ def _router() -> Iterator[_Row]:
     ):
         yield from _collected(collector.collect())
     # These open files or follow workers, so they are built without either.
-    parts = (AuditFile, FileWatcher, CertificateWatch, QualityProbe, PromptReader)
+    parts = (AuditFile, FileWatcher, CertificateWatch, QualityProbe, ShadowScoring, PromptReader)
     for show in (part.collect for part in parts):
         yield from _collected(show(idle))
 

@@ -67,6 +67,9 @@ class Dispatcher:
         self._runs: dict[RequestId, RequestRun] = {}
         self.queue: AdmissionQueue | None = None
         """The queue in which requests wait for their turn; without one they run at once."""
+        self.on_answer: Callable[[RoutedRequest, Sequence[int]], None] | None = None
+        """Called with the tokens of the first choice when a client's request has ended well, unless it was continued
+        from another connection."""
         self.num_inflight = 0
         """Requests that have begun and not ended: zero when a drain is complete."""
         self._ended = asyncio.Event()
@@ -109,6 +112,7 @@ class Dispatcher:
                     while not run.done:
                         for delta in await run.step():
                             yield delta
+                    self._note_answer(run)
                 finally:
                     self._end(run, visit)
             finally:
@@ -155,6 +159,7 @@ class Dispatcher:
         try:
             self._start(run, former)
             await run.follow(sink)
+            self._note_answer(run)
         finally:
             self._end(run, visit)
 
@@ -200,6 +205,10 @@ class Dispatcher:
         run.close()
         if visit is not None and run.was_taken:
             visit.on_taken(run.adopted)
+
+    def _note_answer(self, run: RequestRun) -> None:
+        if self.on_answer is not None and run.is_whole_answer:
+            self.on_answer(run.request, run.first_answer)
 
     @staticmethod
     def _start(run: RequestRun, former: RequestRun | None) -> None:

@@ -47,7 +47,7 @@ class HedgeRun:
     def due(self, index: int, new: NewRun) -> None:
         """Begin a second attempt at a choice whose first token is late, if the budget and the workers allow it."""
         first, hedging = self._choices[index], self._hedging
-        if first.done or first.has_tokens or first.worker is None or not hedging.may_begin:
+        if first.done or first.token_ids or first.worker is None or not hedging.may_begin:
             return
         twin = new(index)
         try:

@@ -47,7 +47,7 @@ class RequestRun:
     def __init__(self, request: RoutedRequest, context: DispatchContext, account: TokenAccount | None = None) -> None:
         """`account`: counts what the client is about to receive."""
         self.request_id = request.request_id
-        self._request = request
+        self.request = request
         self._context = context
         self._account = account or _UNCOUNTED
         # A continued stream begins with everything that its client has.
@@ -82,6 +82,16 @@ class RequestRun:
         return True
 
     @property
+    def is_whole_answer(self) -> bool:
+        """Whether a client's answer began with this run, so that its choices have all of their tokens."""
+        return self.request.only_worker is None and not self.request.resume
+
+    @property
+    def first_answer(self) -> Sequence[int]:
+        """The tokens of the first choice, until it is closed."""
+        return self._choices[0].token_ids
+
+    @property
     def was_taken(self) -> bool:
         """Whether a worker accepted any choice, or may have; final once closed."""
         for report in self._health_reports:  # noqa: SIM110  # asked for each request: no generator
@@ -96,14 +106,14 @@ class RequestRun:
 
     def start(self) -> None:
         """Send every choice to a worker. Raises the errors of Generator."""
-        if self._request.deadline_s is not None:
-            remaining_s = self._request.deadline_s - self._context.clock()
+        if self.request.deadline_s is not None:
+            remaining_s = self.request.deadline_s - self._context.clock()
             self._deadline = self._post_later(max(0.0, remaining_s), DeadlinePassed())
         for report in self._health_reports:
             self._choices.append(self._new_choice(report, self._reader))
         for choice in self._choices:
             choice.submit()
-        hedging, once = self._context.hedging, self._request.only_worker is not None or bool(self._request.resume)
+        hedging, once = self._context.hedging, self.request.only_worker is not None or bool(self.request.resume)
         if hedging is not None and not once:
             self._hedges = HedgeRun(hedging, self._context, self._choices)
             self._hedges.start(self._mailbox)
@@ -152,7 +162,7 @@ class RequestRun:
     @property
     def resumptions(self) -> int:
         """Number of times that the stream has been continued."""
-        return self._request.resumptions
+        return self.request.resumptions
 
     def supersede(self, *, is_over: bool = False) -> None:
         """Hand the running attempts to another run; `is_over`: no other run exists, so cancel them."""
@@ -219,7 +229,7 @@ class RequestRun:
         return self._new_choice(self._health_reports[index], new_reader)
 
     def _new_choice(self, health: ChoiceHealthReporter, new_reader: NewReader) -> ChoiceRun:
-        return ChoiceRun(self._request, health, self._prompt, self._names, self._context, new_reader)
+        return ChoiceRun(self.request, health, self._prompt, self._names, self._context, new_reader)
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
@@ -240,7 +250,7 @@ class RequestRun:
             elif index not in self._patience:
                 wake = RoomAvailable(choice_index=index)
                 # A choice that is refused again keeps its place in the queue.
-                place = self._queued.setdefault(index, self._context.room.new_place(self._request.priority))
+                place = self._queued.setdefault(index, self._context.room.new_place(self.request.priority))
                 self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.post, wake))
                 self._patience[index] = self._post_later(choice.wait_for_room_s(), wake)
 

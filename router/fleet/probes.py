@@ -40,7 +40,7 @@ _READING_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class _Probe(ABC):
+class BackgroundProbe(ABC):
     """Probes workers periodically in a background task while entered."""
 
     def __init__(self, registry: WorkerRegistry, name: str, *, interval_s: float, clock: Callable[[], float]) -> None:
@@ -120,7 +120,7 @@ class CanarySchedule:
         return failed_s is None or worker.answered_s > failed_s
 
 
-class Canary(_Probe):
+class Canary(BackgroundProbe):
     """Requests one token from decode workers that have been silent."""
 
     def __init__(
@@ -210,7 +210,7 @@ class ProbeSchedule:
         return key in self._probed_s
 
 
-class QualityProbe(_Probe, Collector):
+class QualityProbe(BackgroundProbe, Collector):
     """Has every worker score a text, and exports the mean loss per worker."""
 
     def __init__(
@@ -256,7 +256,7 @@ class QualityProbe(_Probe, Collector):
         yield family
 
     async def _score(self, key: WorkerKey) -> ScoredPrompt | None:
-        kept = _ScoresSink()
+        kept = ScoresSink()
         try:
             await self._generator.run(self._request(key), kept)
         except ServingError as error:
@@ -276,7 +276,7 @@ class QualityProbe(_Probe, Collector):
         )
 
 
-class _ScoresSink(DeltaSink):
+class ScoresSink(DeltaSink):
     """Keeps the scored prompt."""
 
     def __init__(self) -> None:

@@ -270,9 +270,15 @@ class ClusterConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _pools_needed(self) -> Self:
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas must be at least 1: only decode workers produce tokens")
+        if self.router.quality.shadow_share and not self.prefill.replicas:
+            raise ValueError("router.quality.shadow_share compares the pools and needs prefill.replicas, got 0")
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         if self.secret is not None and (reason := secret_problem(self.secret.get_secret_value())):
             raise ValueError(f"secret {reason}")
         smallest = min(self.engine_of(pool).block_size for pool in (self.prefill, self.decode) if pool.replicas)

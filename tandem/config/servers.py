@@ -63,9 +63,13 @@ _TEXT = (
 
 
 class QualityConfig(Section):
-    """Quality probe: every worker scores a fixed text, and its mean log probability is exported as a metric."""
+    """What is watched of the model's quality: every worker scores a fixed text; both pools score clients' answers."""
 
     period_s: Seconds | None = None
     """How often each worker scores the text, first when it joins. null: never."""
     text: str = Field(default=_TEXT, min_length=32, max_length=8192)
     """The text: about a hundred words of the kind that the model is used for."""
+    shadow_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of clients' answers that a worker of each pool scores again, after they have ended, to compare the pools
+    (`tandem_shadow_*`): needs a prefill pool, and costs two prefills of prompt and answer at the lowest priority. No
+    text of a client's is kept or exported."""

@@ -131,15 +131,20 @@ class ScoringAttempt:
         self.cancelled = asyncio.Event()
         self._send = send
 
-    def give(self, begin: int = 0, end: int | None = None, *, scale: float = 1.0) -> None:
-        """Scores of the tokens behind the first, each minus its id; or their mean. `end`: not all of them yet."""
+    def give(
+        self, begin: int = 0, end: int | None = None, *, scale: float = 1.0, rank: int | None = None, first_top: int = 0
+    ) -> None:
+        """Scores of the tokens behind the first, each minus its id; or their mean. `end`: not all of them yet.
+
+        `rank`: that of all, in place of their positions; `first_top`: the likeliest token.
+        """
         order, prompt = self.order, self.order.prompt_token_ids[1:]
         part = pb.PromptScores(request_id=order.request_id, attempt=order.attempt)
         if order.HasField("num_top"):
             scored = prompt[begin:end]
             part.logprobs.extend(-scale * token for token in scored)
-            part.ranks.extend(range(begin + 1, begin + 1 + len(scored)))
-            part.top_ids.extend(top for _ in scored for top in range(order.num_top))
+            part.ranks.extend(rank or position for position in range(begin + 1, begin + 1 + len(scored)))
+            part.top_ids.extend(first_top + top for _ in scored for top in range(order.num_top))
             part.top_logprobs.extend(-float(top) for _ in scored for top in range(order.num_top))
         elif end is None:
             part.mean.extend([float(len(prompt) + 1), 3.0, 4.0])

@@ -203,9 +203,9 @@ class ChoiceRun:
         self._context.observer.placed(assignment.placement.reason.value)
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether the client has received any tokens."""
-        return bool(self._progress.token_ids)
+    def token_ids(self) -> Sequence[int]:
+        """The tokens that the client has received."""
+        return self._progress.token_ids
 
     @property
     def worker(self) -> WorkerKey | None:

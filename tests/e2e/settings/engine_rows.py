@@ -18,6 +18,7 @@ from tests.support.oracle import BUILTIN, Oracle, noise
 CHUNKED = {"engine.prefill_chunk_tokens": 64}
 EXACT_BF16 = {"model.dtype": "bfloat16", "engine.deterministic": True, **CHUNKED}
 """bfloat16 whose results do not depend on the batch."""
+POOLS = ("prefill", "decode")
 PLAIN = {"model.dtype": "float32", "engine.pipelined": "off", "log_level": "error"}
 
 
@@ -159,6 +160,21 @@ async def quantized_model(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
     return {}
 
 
+async def pools_are_compared(asked: Asked) -> None:
+    """On answers that have ended, by a pool of each kind, which differ and not by much."""
+
+    async def compared() -> bool:
+        return await asked.cluster.figure("tandem_shadow_answers_total", outcome="compared") >= 6
+
+    await asked.cluster.until(compared)
+    of = {name: await asked.cluster.figure(f"tandem_shadow_{name}_total") for name in ("tokens", "agreeing_tokens")}
+    assert of["tokens"] >= 6 * MAX_TOKENS
+    assert 0.8 * of["tokens"] < of["agreeing_tokens"] <= of["tokens"]
+    prefill, decode = [await asked.cluster.figure("tandem_shadow_loss_nats_total", role=one) for one in POOLS]
+    assert prefill != decode
+    assert abs(prefill - decode) < 0.2 * of["tokens"]
+
+
 ROWS = {
     "lfu": Row(
         settings={"engine.eviction": "lfu", "engine.num_blocks": 64, "engine.block_size": 32},
@@ -295,7 +311,13 @@ ROWS = {
     },
     **{
         f"quantization-{prefill}-to-{decode}": Row(
-            settings={**EXACT_BF16, "prefill.quantization": prefill, "decode.quantization": decode},
+            settings={
+                **EXACT_BF16,
+                "prefill.quantization": prefill,
+                "decode.quantization": decode,
+                "router.quality.shadow_share": 1.0,
+            },
+            check=pools_are_compared,
             expected=alone(bf16(prefill), bf16(decode)),
             is_warm_equal=False,
             needs=Arithmetic.INT8_VECTORS,
