@@ -42,7 +42,7 @@ _CUT_SAMPLES = ("", " ", "word", "a 7 ", "\n\n", "'\u6587")
 class Tokenizer:
     """One model's tokenizer, safe to use from several threads."""
 
-    def __init__(self, spec: str, template: ChatTemplate | None) -> None:
+    def __init__(self, spec: str, template: ChatTemplate | None, bos_token: str | None = None) -> None:
         """`spec` is the text of a tokenizer.json. Raises ConfigError when it cannot be served."""
         self._template = template
         self._library = _parse(spec)
@@ -51,6 +51,8 @@ class Tokenizer:
         self.special_ids = frozenset(special)
         self.added_ids = {token.content: i for i, token in added.items()}
         """Ids of added tokens by text: tokens that are matched as a whole."""
+        self.bos_token_id = None if bos_token is None else self.added_ids.get(bos_token)
+        """The model's token for the beginning of a sequence, whether or not prompts get it; None: it has none."""
         self.size = max([self._library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         """One above the highest token id that has a text."""
         raw = json.loads(spec)
@@ -77,11 +79,9 @@ class Tokenizer:
         if spec is None:
             raise ConfigError(f"{directory}: no tokenizer.json")
         source = _read(directory / "chat_template.jinja") or _template_in(config)
-        template = None
-        if source is not None:
-            names = {name: text for name in _TOKEN_NAMES if (text := _text(config.get(name)))}
-            template = ChatTemplate(source, names, form=check_template(source, names))
-        return cls(spec, template)
+        names = {name: text for name in _TOKEN_NAMES if (text := _text(config.get(name)))}
+        template = None if source is None else ChatTemplate(source, names, form=check_template(source, names))
+        return cls(spec, template, names.get("bos_token"))
 
     @property
     def template(self) -> ChatTemplate | None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -43,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
         "--suite",
         type=_suites,
         metavar="NAME,NAME",
-        help=f"some of: {', '.join(SUITES)}; default: all, but perplexity only with --text",
+        help=f"some of: {', '.join(SUITES)}, lm_eval:TASK (a name or YAML file of lm-evaluation-harness; with the "
+        "extra `eval`); default: all but tasks, and perplexity only with --text",
     )
     add("--text", type=Path, metavar="FILE", help="text to score, of the kind that the model is used for")
     _add_precision(made)
@@ -103,11 +105,17 @@ def _add_precision(made: argparse.ArgumentParser) -> None:
 
 def _suites(text: str) -> tuple[str, ...]:
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
-    if unknown := next((name for name in names if name not in SUITES), None):
-        raise argparse.ArgumentTypeError(f"{unknown[:40]!r} is not a suite: choose from {', '.join(SUITES)}")
+    if unknown := next((name for name in names if name not in SUITES and not _is_task(name)), None):
+        choices = f"{', '.join(SUITES)}, lm_eval:TASK"
+        raise argparse.ArgumentTypeError(f"{unknown[:40]!r} is not a suite: choose from {choices}")
     if not names:
         raise argparse.ArgumentTypeError(f"names no suite: choose from {', '.join(SUITES)}")
     return names
+
+
+def _is_task(name: str) -> bool:
+    beginning, _, task = name.partition(":")
+    return beginning == "lm_eval" and bool(task)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -158,6 +166,8 @@ def _measure(options: argparse.Namespace, rows: list[Row], err: Console) -> None
     """Read the text, then measure, adding to `rows`. Raises ConfigError."""
     text = None if options.text is None else read_regular_text(options.text, max_bytes=_MAX_TEXT_BYTES)
     suites = options.suite or (SUITES if text is not None else SUITES[1:])
+    if any(map(_is_task, suites)) and find_spec("lm_eval") is None:
+        raise ConfigError("lm_eval: not installed; it comes with the extra `eval`: pip install '.[bench,eval]'")
     # Imported late: it loads torch, and a wrong option is answered before.
     from tandem_bench.quality.engine_forward import Precision
     from tandem_bench.quality.measure import Plan, measure, resolve_precision

@@ -4,7 +4,7 @@ A prompt runs as in a worker: in chunks, over the paged cache; an answer is deco
 """
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +82,16 @@ class EngineForward:
         return torch.cat([self._model.logits(hidden).clone() for hidden in self._chunks(request)])
 
     @torch.inference_mode()
-    def greedy(self, ids: list[int], *, max_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
+    def greedy(
+        self,
+        ids: list[int],
+        *,
+        max_tokens: int,
+        stop_ids: Collection[int] = (),
+        is_over: Callable[[list[int]], bool] = lambda _: False,
+    ) -> list[int]:
         """Return the likeliest continuation, of at most `max_tokens`; ends before the model's end of sequence, or one
-        of `stop_ids`.
+        of `stop_ids`, and after a token with which it `is_over`.
         """
         request = self._request(ids)
         for hidden in self._chunks(request):
@@ -95,7 +102,7 @@ class EngineForward:
             if token in self.eos_token_ids or token in stop_ids:
                 return answer
             answer.append(token)
-            if len(answer) == max_tokens:
+            if len(answer) == max_tokens or is_over(answer):
                 return answer
             request.token_ids.append(token)
             last = self._hidden(request, len(request.token_ids) - 1, 1)

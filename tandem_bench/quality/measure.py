@@ -21,6 +21,10 @@ from tandem_bench.report import Row, figure
 from worker.decisions.quality_gate import LIMITS, MADE_AT_LOAD, QualityGate, scheme_of
 
 _SAMPLE_CHARS = 1 << 16
+LM_EVAL = "lm_eval:"
+"""Beginning of a suite that is a task of lm-evaluation-harness."""
+LM_EVAL_TOKENS = 4096
+"""Longest sequence of a task, where the model's context is not shorter; longer contexts lose their beginning."""
 _GATE_WINDOWS = 16
 """Windows of text in a gate: enough for an error of the mean far below any limit, few enough for every start."""
 
@@ -71,14 +75,20 @@ class Comparison:
             self._check_base(Tokenizer.load(base_folder))
         self._windows = self._scored_windows()
         self._questions = self._asked_questions()
+        self._tasks = [name.removeprefix(LM_EVAL) for name in plan.suites if name.startswith(LM_EVAL)]
         longest = max(
             [
                 *map(len, self._windows),
                 *(len(ids) + one.max_tokens for asked in self._questions.values() for one, ids in asked),
-            ]
+            ],
+            default=1,
         )
-        for one in (folder, base_folder):
-            if longest > (context := load_model_config(one).max_context):
+        contexts = {one: load_model_config(one).max_context for one in (folder, base_folder)}
+        if self._tasks:
+            longest = max(longest, min(LM_EVAL_TOKENS, *contexts.values()))
+        self._longest = longest
+        for one, context in contexts.items():
+            if longest > context:
                 raise ConfigError(
                     f"{one}: the suites need sequences of {longest} tokens, but the context is {context}: "
                     "choose shorter --lengths, or other suites"
@@ -144,6 +154,8 @@ class Comparison:
         for name, asked in self._questions.items():
             self._note(f"{name}: {len(asked)} questions")
             yield self._answered(name, asked)
+        for task in self._tasks:
+            yield self._task_rows(task)
 
     @cached_property
     def _text_scores(self) -> TextScores:
@@ -201,6 +213,25 @@ class Comparison:
             # Not the difference of the two shares, which rounding could lift above the limit.
             figure(f"{name}.lost", 100 * (sum(base) - sum(model)) / len(asked), "points", at_most=MAX_POINTS_LOST),
         ]
+
+    def _task_rows(self, task: str) -> list[Row]:
+        """Have both models do a task of lm-evaluation-harness. Raises ConfigError."""
+        from tandem_bench.quality.lm_eval_tasks import EngineLM, evaluate
+
+        self._note(f"{LM_EVAL}{task}: at most {self._plan.samples} samples")
+        models = [EngineLM(one, self._tokenizer, self._longest) for one in (self._base, self._model)]
+        base, model = evaluate(models, task, self._plan.samples)
+        rows = []
+        for metric, (value, more_is_better) in model.items():
+            name, before = f"{LM_EVAL}{Path(task).stem}.{metric}", base[metric][0]
+            is_share = more_is_better and 0.0 <= min(value, before) <= max(value, before) <= 1.0
+            rows += [figure(f"{name}.base", before, ""), figure(f"{name}.model", value, "")]
+            if is_share:
+                rows.append(figure(f"{name}.lost", 100 * (before - value), "points", at_most=MAX_POINTS_LOST))
+            elif not more_is_better and before > 0.0:
+                limit = LIMITS[self.scheme].perplexity_percent
+                rows.append(figure(f"{name}.rise", 100 * (value / before - 1), "%", at_most=limit))
+        return rows
 
     def _is_right(self, model: EngineForward, question: Question, ids: list[int]) -> bool:
         answer = model.greedy(ids, max_tokens=question.max_tokens)

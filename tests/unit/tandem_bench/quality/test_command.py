@@ -207,3 +207,18 @@ def test_eval_gate_needs_a_suite_with_a_text_and_a_folder(tmp_path: Path, capsys
         with pytest.raises(SystemExit):
             main([BUILTIN, *options])
         assert wrong in capsys.readouterr().err
+
+
+def test_eval_task_without_its_extra_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tandem_bench.quality.__main__.find_spec", lambda _name: None)
+    assert main([BUILTIN, "--suite", "lm_eval:arc_easy"]) == 2
+    assert "lm_eval: not installed; it comes with the extra `eval`" in " ".join(capsys.readouterr().err.split())
+
+
+def test_eval_suite_that_is_unknown_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("nonsense", "lm_eval:", "kl,lm_eval"):
+        with pytest.raises(SystemExit):
+            main([BUILTIN, "--suite", wrong])
+        assert "choose from perplexity, kl, needle, json, lm_eval:TASK" in " ".join(capsys.readouterr().err.split())
