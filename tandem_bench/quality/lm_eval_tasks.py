@@ -29,6 +29,25 @@ class EngineLM(LM):  # type: ignore[misc]  # the library has no types
 
     def __init__(self, forward: EngineForward, tokenizer: Tokenizer, max_tokens: int) -> None:
         super().__init__()
+        self._texts = _Texts(forward, tokenizer, max_tokens)
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Return each continuation's log probability after its context, and whether it is what greedy decoding says."""
+        return [self._texts.continued(*request.args) for request in requests]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Return the log probability of each text, in windows of the longest sequence."""
+        return [sum(one for one, _ in self._texts.in_windows(request.args[0])) for request in requests]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Return greedy answers, up to a stop string. Raises ConfigError for a task that samples."""
+        return [self._texts.answer(*request.args) for request in requests]
+
+
+class _Texts:
+    """Texts in the tokens of one model, scored and continued."""
+
+    def __init__(self, forward: EngineForward, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._forward = forward
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -36,19 +55,7 @@ class EngineLM(LM):  # type: ignore[misc]  # the library has no types
         self._prefix = min(forward.eos_token_ids, default=0) if bos is None else bos
         """What precedes a text without a context, as with the harness's own models."""
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return each continuation's log probability after its context, and whether it is what greedy decoding says."""
-        return [self._continued(*request.args) for request in requests]
-
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log probability of each text, in windows of the longest sequence."""
-        return [sum(one for one, _ in self._rolling(request.args[0])) for request in requests]
-
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return greedy answers, up to a stop string. Raises ConfigError for a task that samples."""
-        return [self._answer(*request.args) for request in requests]
-
-    def _continued(self, context: str, continuation: str) -> tuple[float, bool]:
+    def continued(self, context: str, continuation: str) -> tuple[float, bool]:
         if not context:
             ids = self._encode(continuation, whole=False)
             return self._scored([self._prefix], ids)
@@ -59,12 +66,12 @@ class EngineLM(LM):  # type: ignore[misc]  # the library has no types
         ids = self._encode(stripped + continuation)
         return self._scored(before, ids[len(before) :])
 
-    def _rolling(self, text: str) -> Iterator[tuple[float, bool]]:
+    def in_windows(self, text: str) -> Iterator[tuple[float, bool]]:
         ids = self._encode(text, whole=False)
         for window in get_rolling_token_windows(ids, self._prefix, self._max_tokens, context_len=1):
             yield self._scored(*make_disjoint_window(window))
 
-    def _answer(self, context: str, wanted: dict[str, Any]) -> str:
+    def answer(self, context: str, wanted: dict[str, Any]) -> str:
         if wanted.get("do_sample") and wanted.get("temperature", 1.0):
             raise ConfigError("the task samples its answers, which two models cannot be compared by")
         stops = wanted.get("until") or []
