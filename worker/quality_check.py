@@ -53,16 +53,24 @@ class QualityCheck:
             raise ConfigError(f"{_SETTING}: {wrong if wrong.startswith(str(path)) else f'{path}: {wrong}'}") from None
         return cls(gate, quantization=engine.quantization, where=f"{_SETTING}: {path}")
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to score."""
+        return sum(len(window.logprobs) for window in self._gate.windows)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ConfigError where the gate is of a model with another vocabulary."""
+        if vocab_size != self._gate.vocab_size:
+            raise ConfigError(
+                f"{self._where}: made for a vocabulary of {self._gate.vocab_size} tokens, the model has {vocab_size}"
+            )
+
     async def run(self, host: EngineHost, worker: OrderHandler) -> None:
         """Score the text. Raises ConfigError where the loss is beyond the limit of the weights' scheme, and where the
         text cannot be scored.
         """
         model, began_s = host.parts.model, time.monotonic()
-        if model.vocab_size != self._gate.vocab_size:
-            raise ConfigError(
-                f"{self._where}: made for a vocabulary of {self._gate.vocab_size} tokens, the model has "
-                f"{model.vocab_size}"
-            )
+        self.check_vocabulary(model.vocab_size)
         loss = quality_loss(self._gate, await self._scores(worker))
         scheme = scheme_of(self._quantization, model.weight_format)
         if not loss.is_within(scheme):

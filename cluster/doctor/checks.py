@@ -49,6 +49,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.model,
         software.architecture,
         software.dtype,
+        software.quality_gate,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
     of_workers: tuple[Check, ...] = () if router_only else (kv_certificates,)

@@ -20,6 +20,7 @@ from tandem.model_path import BUILTIN, is_local_model, model_directory
 from tandem.native.build import COMPILERS, prebuilt_library
 from tandem.process.gpu_host import GpuHost, NvidiaHost
 from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
+from tandem.values.roles import WorkerRole
 
 MIN_PYTHON = (3, 11)
 COMMAND_TIMEOUT_S = 10.0
@@ -249,6 +250,23 @@ def dtype(config: ClusterConfig) -> list[Finding]:
         hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at some cost in speed"
         return [Finding(name="dtype", status=Status.INFO, detail=detail, hint=hint)]
     return [Finding(name="dtype", status=Status.OK, detail=f"{found}{chosen}")]
+
+
+def quality_gate(config: ClusterConfig) -> list[Finding]:
+    """Check that workers can use `engine.quality_gate`; whether they pass it only they can find out."""
+    if config.engine.quality_gate is None or (directory := _directory(config)) is None:
+        return []
+    from worker.quality_check import QualityCheck  # with torch, whose absence is a finding of its own
+
+    try:
+        check = QualityCheck.from_config(config, WorkerRole.DECODE)
+        if check is None or any(one.status is Status.FAIL for one in architecture(config)):
+            return []
+        check.check_vocabulary(load_model_config(directory).vocab_size)
+    except ConfigError as error:
+        hint = "make one with `tandem eval MODEL --gate FILE` (docs/use/models.md)"
+        return [Finding(name="quality gate", status=Status.FAIL, detail=str(error), hint=hint)]
+    return [Finding(name="quality gate", status=Status.OK, detail=f"{check.num_tokens} tokens to score at each start")]
 
 
 def _whose_dtype(config: ClusterConfig) -> str:

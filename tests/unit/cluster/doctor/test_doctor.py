@@ -21,6 +21,7 @@ from tandem.native.build import PREBUILT, _prebuilt
 from tests.support.certificates import Authority
 from tests.support.engine.gguf_writer import write_gguf
 from tests.unit.worker.test_gpus import FakeHost
+from worker.decisions.quality_gate import GateWindow, QualityGate
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -148,6 +149,23 @@ def test_doctor_names_architecture_or_what_is_supported(tmp_path: Path) -> None:
         assert software.dtype(config) == []
         assert found in examine(config)
     assert software.architecture(load(None, {"model.path": "org/model"})) == []
+
+
+def test_doctor_checks_quality_gate_before_workers_do(tmp_path: Path) -> None:
+    file = tmp_path / "gate.json"
+    config = load(None, {"engine.quality_gate": str(file)})
+    (found,) = software.quality_gate(config)
+    assert (found.status, found.detail) == (Status.FAIL, f"engine.quality_gate: {file}: No such file or directory")
+    assert "tandem eval MODEL --gate FILE" in found.hint
+    window = GateWindow(token_ids=(1, 2, 3), logprobs=(-1.0, -2.0), top_ids=(1, 1))
+    for vocab_size, status in ((100, Status.FAIL), (2048, Status.OK)):
+        gate = QualityGate(base="a base", vocab_size=vocab_size, windows=(window,))
+        file.write_text(gate.model_dump_json())
+        (found,) = software.quality_gate(config)
+        assert found.status is status
+        assert found in examine(config)
+    assert found.detail == "2 tokens to score at each start"
+    assert software.quality_gate(load(None, {})) == []
 
 
 @pytest.mark.parametrize("path", ["/no/such", "model"])
