@@ -179,8 +179,10 @@ def resolve_quantization(quantization: str, config: ModelSpec) -> str:
     return "none" if is_about_stored and config.weight_format is None else quantization
 
 
-_QUANTIZED_ARITHMETIC = 2
-"""Raised when the same quantization computes other values: 2 since the head has eight bits."""
+_QUANTIZED_ARITHMETIC = 3
+"""Raised when the same quantization computes other values: 3 since stored codes of five bits are moved to the middle of
+eight, and those of six are kept.
+"""
 
 
 def _arithmetic(quantization: str, num_kept: int) -> str:

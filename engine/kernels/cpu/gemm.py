@@ -27,8 +27,9 @@ FEW_ROWS = 32
 TILE_ROWS = 16
 TILE_COLUMNS = 32
 
-# csrc/lines.h: kGroup; the largest zero that a byte holds; normal numbers of half precision
+# csrc/lines.h: kGroup, and its halves; the largest zero that a byte holds; normal numbers of half precision
 _GROUP = 32
+_HALF_GROUP = 16
 _MAX_ZERO = 255
 _LEAST_HALF, _LARGEST_HALF = 2.0**-14, 65504.0
 
@@ -59,6 +60,8 @@ class Arithmetic(Enum):
     INT4_OFFSETS = "int4_offsets"  # a number is added to each product of code and scale
     INT8_GROUPS = "int8_groups"  # eight bits around their middle
     INT8_OFFSETS = "int8_offsets"
+    INT8_HALVES = "int8_halves"  # with a scale for each 16 of the depth
+    INT8_OFFSET_HALVES = "int8_offset_halves"  # so, and a number for each 32 is added to each product of code and scale
     FLOAT32 = "f32"
 
     @property
@@ -83,7 +86,10 @@ _GROUPED = (
     Arithmetic.INT4_OFFSETS,
     Arithmetic.INT8_GROUPS,
     Arithmetic.INT8_OFFSETS,
+    Arithmetic.INT8_HALVES,
+    Arithmetic.INT8_OFFSET_HALVES,
 )
+_WITH_OFFSETS = (Arithmetic.INT4_OFFSETS, Arithmetic.INT8_OFFSETS, Arithmetic.INT8_OFFSET_HALVES)
 
 
 class Tiles(Flag):
@@ -250,7 +256,7 @@ class PackedLinear:
             parts = {"codes": weight.codes, "scales": weight.scale.half()}
             if self.arithmetic is Arithmetic.INT4_ZEROS:
                 parts["zeros"] = weight.zero.to(torch.uint8)
-            if self.arithmetic in (Arithmetic.INT4_OFFSETS, Arithmetic.INT8_OFFSETS):
+            if self.arithmetic in _WITH_OFFSETS:
                 parts["offsets"] = _offsets(weight).half()
             parts = {part: values.contiguous() for part, values in parts.items()}
             library.function("tandem_groups_pack", "ippppiiiipi")(
@@ -316,24 +322,30 @@ def stored_arithmetic(features: CpuFeatures, matrix: StoredMatrix) -> Arithmetic
     """What multiplies a stored matrix by its very codes; None where nothing does.
 
     Signed bytes by row that are meant for rounded inputs. Codes of four or eight bits by runs of a multiple of 32
-    columns, whose scales, and what is added to products, half precision holds at least up to rounding.
+    columns, those of eight also of 16, whose scales, and what is added to products, half precision holds at least up to
+    rounding.
     """
     if isinstance(matrix, Int8Matrix):
         return best_arithmetic(features, torch.bfloat16, quantization="int8") if matrix.rounds_inputs else None
     if not isinstance(matrix, GroupIntMatrix) or matrix.group_of_column is not None:
         return None
-    if matrix.group_size % _GROUP and matrix.group_size < matrix.num_columns:
+    has_halves = matrix.group_size == _HALF_GROUP < matrix.num_columns
+    if (matrix.bits != 8) if has_halves else (matrix.group_size % _GROUP and matrix.group_size < matrix.num_columns):
         return None
     if not _fits_half(matrix.scale):
         return None
     if matrix.offset is None:
         low, high = torch.aminmax(matrix.zero)
         if low == high == 1 << (matrix.bits - 1):
+            if has_halves:
+                return Arithmetic.INT8_HALVES
             return Arithmetic.INT4 if matrix.bits == 4 else Arithmetic.INT8_GROUPS
         if matrix.bits == 4 and low >= 0 and high <= _MAX_ZERO:
             return Arithmetic.INT4_ZEROS
-    if not _fits_half(_offsets(matrix)):
+    if not _fits_half(offsets := _offsets(matrix)):
         return None
+    if has_halves:
+        return Arithmetic.INT8_OFFSET_HALVES if _are_alike_in_pairs(offsets) else None
     return Arithmetic.INT4_OFFSETS if matrix.bits == 4 else Arithmetic.INT8_OFFSETS
 
 
@@ -342,6 +354,12 @@ def _offsets(matrix: GroupIntMatrix) -> Tensor:
     middle = 1 << (matrix.bits - 1)
     values = (middle - matrix.zero.float()) * matrix.scale.float()
     return values if matrix.offset is None else values + matrix.offset
+
+
+def _are_alike_in_pairs(of_groups: Tensor) -> bool:
+    """Whether each two groups, `[rows, groups]`, have the same value; a last one may be alone."""
+    count = of_groups.shape[1] // 2 * 2
+    return torch.equal(of_groups[:, 0:count:2], of_groups[:, 1:count:2])
 
 
 def _fits_half(values: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.model.checkpoints.packing import pack_nibbles, unpack_nibbles
 from engine.model.shard import TensorSlice
 
+_MIDDLE = 128
 _BLOCK_VALUES = 2**20
 """Values restored at a time: a whole matrix in float32 would be memory on top of the model's."""
 
@@ -170,7 +171,8 @@ class GroupIntMatrix(StoredMatrix):
     """Unsigned integers of four or eight bits, whose scale and zero belong to a group of columns.
 
     A value is `(code - zero) × scale + offset`. Formats of two and three bits are kept in four, of five and six in
-    eight. Groups are runs of `group_size` columns; a file in activation order says the group of each column instead.
+    eight, and so are those of four that are joined with them. Groups are runs of `group_size` columns; a file in
+    activation order says the group of each column instead.
     """
 
     bits: int
@@ -242,13 +244,18 @@ class GroupIntMatrix(StoredMatrix):
 
     def _joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
         parts = _same(self, others)
-        if any(part.group_of_column is not None or part.bits != self.bits for part in parts):
+        if any(part.group_of_column is not None for part in parts):
             return None
+        if any(part.bits != self.bits for part in parts):
+            widened = [part._widened() for part in parts]
+            parts = [part for part in widened if part is not None]
+            if len(parts) < len(widened):
+                return None
         size = _common_size([part.group_size for part in parts], self.num_columns)
         groups = [_ColumnGroups(part.group_size, 0, self.num_columns, new_size=size) for part in parts]
         has_offset = any(part.offset is not None for part in parts)
         offsets = [torch.zeros_like(p.scale, dtype=torch.float32) if p.offset is None else p.offset for p in parts]
-        return self._with(
+        return parts[0]._with(
             codes=torch.cat([part.codes for part in parts]),
             scale=torch.cat([group.cut(part.scale) for group, part in zip(groups, parts, strict=True)]),
             zero=torch.cat([group.cut(part.zero) for group, part in zip(groups, parts, strict=True)]),
@@ -257,6 +264,16 @@ class GroupIntMatrix(StoredMatrix):
             else None,
             group_size=size,
         )
+
+    def _widened(self) -> "GroupIntMatrix | None":
+        """The same values as codes of eight bits, with zero in their middle; None where a code would not fit."""
+        if self.bits == 8:
+            return self
+        shift = _MIDDLE - self.zero
+        if bool((shift < 0).any() or (shift > 255 - 15).any()):
+            return None
+        codes = unpack_nibbles(self.codes, self.num_columns) + _spread(shift, self.group_size, self.num_columns)
+        return replace(self, bits=8, codes=codes.to(torch.uint8), zero=torch.full_like(self.zero, _MIDDLE))
 
     def _with(
         self,

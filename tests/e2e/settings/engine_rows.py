@@ -13,6 +13,7 @@ from tests.e2e.models.test_quantized_checkpoint import quantize
 from tests.e2e.settings.row import MAX_TOKENS, Asked, Prompts, Row, Tokens, nothing_else
 from tests.support.certificates import Authority
 from tests.support.e2e.one_process import PoolDtypes, answers
+from tests.support.engine.gguf_writer import write_gguf
 from tests.support.oracle import BUILTIN, Oracle, noise
 
 CHUNKED = {"engine.prefill_chunk_tokens": 64}
@@ -140,6 +141,11 @@ def stored_as_they_are(*, is_said: bool) -> Callable[[Asked], Awaitable[None]]:
 
 async def certificates(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
     Authority().issue(folder)
+    return {}
+
+
+async def k_quantized_file(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
+    write_gguf(BUILTIN, folder / "tiny-q4_k_m.gguf", block_type="Q4_K_M", pre="smollm")
     return {}
 
 
@@ -309,6 +315,13 @@ ROWS = {
             ("auto", nothing_else),  # with AMX they are restored
         )
     },
+    "quantization-q4_k_m": Row(
+        settings={**EXACT_BF16, "engine.quantization": "stored", "model.path": "{folder}/tiny-q4_k_m.gguf"},
+        start=k_quantized_file,
+        check=stored_as_they_are(is_said=True),
+        expected=alone(bf16("stored"), bf16("stored"), model="tiny-q4_k_m.gguf"),
+        needs=Arithmetic.INT8_VECTORS,
+    ),
     **{
         f"quantization-{prefill}-to-{decode}": Row(
             settings={

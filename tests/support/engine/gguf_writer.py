@@ -1,4 +1,7 @@
-"""Writes a model directory as one GGUF file, as llama.cpp's converter would, by the `gguf` package: no code of ours."""
+"""Writes a model directory as one GGUF file, as llama.cpp's converter would, by the `gguf` package.
+
+No code of ours, but what rounds to the "K" types: the package cannot.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,6 +13,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.support.engine.k_quants import K_TYPES, quantized_k
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -32,8 +37,9 @@ def write_gguf(
 ) -> dict[str, Tensor]:
     """Write `source` to the file `target`; returns its tensors as they are restored from the file, in float32.
 
-    `block_type`: of matrices whose rows are whole blocks of it; others, and vectors, are F32. `pre`: name of the
-    pre-tokenizer, or `scores` of SentencePiece's tokens. `change`: adds to the metadata, or replaces what is there.
+    `block_type`: of matrices whose rows are whole blocks of it; others, and vectors, are F32. `Q4_K_M`: two types, as
+    llama.cpp's tools mix them. `pre`: name of the pre-tokenizer, or `scores` of SentencePiece's tokens. `change`: adds
+    to the metadata, or replaces what is there.
     """
     config = json.loads((source / "config.json").read_text())
     tensors: dict[str, Tensor] = {}
@@ -129,11 +135,12 @@ def add_tensors(
     restored = {}
     for name, tensor in tensors.items():
         values = tensor.float().numpy()
-        quantized = gguf.GGMLQuantizationType[block_type]
+        quantized = gguf.GGMLQuantizationType[_type_of(name, block_type)]
         block_size = gguf.GGML_QUANT_SIZES[quantized][0]
         if values.ndim == 1 or values.shape[-1] % block_size:
             quantized = gguf.GGMLQuantizationType.F32
-        stored = gguf.quants.quantize(values, quantized)
+        is_k = quantized.name in K_TYPES
+        stored = quantized_k(values, quantized.name) if is_k else gguf.quants.quantize(values, quantized)
         restored[name] = torch.from_numpy(gguf.quants.dequantize(stored, quantized).astype(np.float32))
         if short == "llama" and (num_heads := heads.get(name.split(".")[-2])):
             rows = stored.reshape(num_heads, 2, stored.shape[0] // num_heads // 2, -1)
@@ -141,3 +148,9 @@ def add_tensors(
         title = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(title, np.ascontiguousarray(stored), raw_dtype=quantized)
     return restored
+
+
+def _type_of(name: str, block_type: str) -> str:
+    if block_type != "Q4_K_M":
+        return block_type
+    return "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "embed_tokens", "lm_head")) else "Q4_K"

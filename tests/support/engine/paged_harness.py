@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.options import BackendOptions
 from engine.backends.plain_torch import TorchBackend
+from engine.backends.select import select_backend
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import Arithmetic, supports
 from engine.kernels.cpu.library import load_kernels
@@ -171,3 +173,15 @@ class Session:
             if rng is not None:
                 active = rng.sample(active, rng.randint(1, len(active)))
             self.step([(r, min(r.num_uncomputed_tokens, chunk)) for r in active])
+
+
+class LoadingRank:
+    """A rank that only loads."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def on_kernels(path: Path, quantization: str, rank: int = 0, size: int = 1) -> Decoder:
+    options = BackendOptions(device=torch.device("cpu"), dtype="bfloat16", quantization=quantization, num_threads=1)
+    return load_model(path, backend=select_backend(options), group=LoadingRank(rank, size) if size > 1 else None)

@@ -94,10 +94,12 @@ inline void convert(const Bfloat16* x, int64_t stride, Range rows, int64_t depth
       const Scale scale = row_scale(from + k, count);
       std::memset(group->units, 0, sizeof group->units);
       quantize(from + k, count, scale.factor, group->units);
-      int32_t sum = 0;
-      for (const int8_t unit : group->units) sum += unit;
       group->scale = scale.unit;
-      group->sum = sum;
+      for (int half = 0; half < 2; ++half) {
+        int16_t sum = 0;
+        for (int64_t i = 0; i < kGroup / 2; ++i) sum = static_cast<int16_t>(sum + group->units[half * kGroup / 2 + i]);
+        group->sums[half] = sum;
+      }
     }
   }
 }

@@ -30,14 +30,16 @@ constexpr int64_t kGroup = 32;  // neighbours that share a scale, in weights of 
 struct UnitGroup {
   int8_t units[kGroup];
   float scale;
-  int32_t sum;
+  int16_t sums[2];  // of the units of each half
+
+  int32_t sum() const { return sums[0] + sums[1]; }
 };
 
 // A group of one column of weights, before it is packed.
 struct CodeGroup {
   uint8_t codes[kGroup];
   uint8_t zero;
-  Float16 scale, offset;
+  Float16 scales[2], offset;  // the second scale: of the second half, where halves have their own
 };
 
 // Writes the words of a line's columns as they are multiplied.
@@ -270,32 +272,35 @@ struct GroupSums {
   }
 };
 
-// A line for many rows: a word of each column for every four of the depth, then the columns' scales, then their zeros
-// or offsets.
-template <int bits, Centre centre>
+// A line for many rows: a word of each column for every four of the depth, then the columns' scales of each part, then
+// their zeros or offsets. `parts`: how many scales a group has, one or two.
+template <int bits, Centre centre, int parts>
 struct ExpandedGroups : GroupSums<bits> {
   using Expanded = ExpandedGroups;
   using GroupSums<bits>::kQuads;
   static constexpr Centre kCentre = centre;
-  static constexpr int64_t kBytes = (kQuads + 1 + (centre != Centre::kMiddle)) * kPanel * 4;
+  static constexpr int kParts = parts;
+  static constexpr int64_t kBytes = (kQuads + parts + (centre != Centre::kMiddle)) * kPanel * 4;
 
   TANDEM_INLINE Register columns(const char* line, int quad, int i) {
     return load_register(reinterpret_cast<const float*>(line) + quad * kPanel + i * kRegisterLanes);
   }
 
-  TANDEM_INLINE Register scales(const char* line, int i) { return columns(line, kQuads, i); }
-  TANDEM_INLINE RegisterInts zeros(const char* line, int i) { return (RegisterInts)columns(line, kQuads + 1, i); }
-  TANDEM_INLINE Register offsets(const char* line, int i) { return columns(line, kQuads + 1, i); }
+  TANDEM_INLINE Register scales(const char* line, int part, int i) { return columns(line, kQuads + part, i); }
+  TANDEM_INLINE RegisterInts zeros(const char* line, int i) { return (RegisterInts)columns(line, kQuads + parts, i); }
+  TANDEM_INLINE Register offsets(const char* line, int i) { return columns(line, kQuads + parts, i); }
 };
 
-// Weights as they are stored: codes, and for each column a scale in half precision, and its zero or offset. Of codes of
-// four bits each eight of the depth share a word of a column, the first four in the low halves of its bytes.
-template <int bits, Centre centre>
+// Weights as they are stored: codes, and for each column the scale of each part in half precision, and its zero or
+// offset. Of codes of four bits each eight of the depth share a word of a column, the first four in the low halves of
+// its bytes.
+template <int bits, Centre centre, int parts = 1>
 struct StoredGroups : GroupSums<bits> {
-  using Expanded = ExpandedGroups<bits, centre>;
+  using Expanded = ExpandedGroups<bits, centre, parts>;
   using GroupSums<bits>::kQuads;
   static constexpr Centre kCentre = centre;
-  static constexpr int64_t kScalesAt = kPanel * kGroup * bits / 8, kCentresAt = kScalesAt + kPanel * 2;
+  static constexpr int kParts = parts;
+  static constexpr int64_t kScalesAt = kPanel * kGroup * bits / 8, kCentresAt = kScalesAt + kPanel * 2 * parts;
   static constexpr int64_t kBytes =
       kCentresAt + (centre == Centre::kMiddle ? 0 : centre == Centre::kZeros ? kPanel : kPanel * 2);
 
@@ -306,7 +311,9 @@ struct StoredGroups : GroupSums<bits> {
     return (Register)words;
   }
 
-  TANDEM_INLINE Register scales(const char* line, int i) { return halves(line + kScalesAt, i); }
+  TANDEM_INLINE Register scales(const char* line, int part, int i) {
+    return halves(line + kScalesAt + part * kPanel * 2, i);
+  }
 
   TANDEM_INLINE RegisterInts zeros(const char* line, int i) {
     typedef uint8_t Bytes __attribute__((vector_size(kRegisterLanes)));
@@ -325,7 +332,9 @@ struct StoredGroups : GroupSums<bits> {
     for (int quad = 0; quad < kQuads; ++quad) {
       for (int i = 0; i < kLineRegisters; ++i) write(columns(line, quad, i));
     }
-    for (int i = 0; i < kLineRegisters; ++i) write(scales(line, i));
+    for (int part = 0; part < parts; ++part) {
+      for (int i = 0; i < kLineRegisters; ++i) write(scales(line, part, i));
+    }
     for (int i = 0; centre == Centre::kZeros && i < kLineRegisters; ++i) write(zeros(line, i));
     for (int i = 0; centre == Centre::kOffsets && i < kLineRegisters; ++i) write(offsets(line, i));
   }
@@ -337,7 +346,9 @@ struct StoredGroups : GroupSums<bits> {
       char& byte = line[word * (kPanel * 4) + column * 4 + k % 4];
       byte = static_cast<char>(byte | group.codes[k] << shift);
     }
-    std::memcpy(line + kScalesAt + column * 2, &group.scale, sizeof group.scale);
+    for (int part = 0; part < parts; ++part) {
+      std::memcpy(line + kScalesAt + (part * kPanel + column) * 2, &group.scales[part], sizeof group.scales[part]);
+    }
     if (centre == Centre::kZeros) line[kCentresAt + column] = static_cast<char>(group.zero);
     if (centre == Centre::kOffsets) std::memcpy(line + kCentresAt + column * 2, &group.offset, sizeof group.offset);
   }

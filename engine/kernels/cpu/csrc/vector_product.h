@@ -80,17 +80,18 @@ TANDEM_INLINE RegisterInts above(const char* line, int i) {
   return Lines::kAbove - Lines::kMiddle - RegisterInts{};
 }
 
-// The same for a group: integers first, whose sum is scaled once. Narrow registers have room for those of one register
-// of columns at a time.
+// The same for a group: integers first, whose sum is scaled once, or once for each half. Narrow registers have room for
+// those of one register of columns at a time.
 template <class Lines, int Rows, int Sums>
 TANDEM_INLINE void multiply_group(const char* line, const UnitGroup* x, int64_t stride, Register (&sums)[Rows][Sums],
                                   int first) {
-  constexpr int kTogether = kLineRegisters > 2 ? 1 : kLineRegisters;
-#pragma GCC unroll 4
-  for (int begin = 0; begin < kLineRegisters; begin += kTogether) {
+  constexpr int kTogether = kLineRegisters > 2 ? 1 : kLineRegisters, kQuads = Lines::kQuads / Lines::kParts;
+#pragma GCC unroll 8
+  for (int step = 0; step < kLineRegisters / kTogether * Lines::kParts; ++step) {
+    const int begin = step / Lines::kParts * kTogether, part = step % Lines::kParts;
     RegisterInts integers[Rows][kTogether] = {};
 #pragma GCC unroll 8
-    for (int quad = 0; quad < Lines::kQuads; ++quad) {
+    for (int quad = part * kQuads; quad < (part + 1) * kQuads; ++quad) {
       Register weights[kTogether];
 #pragma GCC unroll 2
       for (int i = 0; i < kTogether; ++i) weights[i] = Lines::columns(line, quad, begin + i);
@@ -103,16 +104,17 @@ TANDEM_INLINE void multiply_group(const char* line, const UnitGroup* x, int64_t 
     }
 #pragma GCC unroll 2
     for (int i = 0; i < kTogether; ++i) {
-      const Register scales = Lines::scales(line, begin + i);
+      const Register scales = Lines::scales(line, part, begin + i);
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
         const UnitGroup& row = x[r * stride];
         auto& sum = sums[r][first + begin + i];
-        if constexpr (Lines::kCentre == Centre::kOffsets) {
-          const float units = static_cast<float>(row.sum) * row.scale;
-          sum = fused_register(splat_register(units), Lines::offsets(line, begin + i), sum);
+        const int32_t units = Lines::kParts == 1 ? row.sum() : row.sums[part];
+        if (Lines::kCentre == Centre::kOffsets && part == 0) {
+          const float all = static_cast<float>(row.sum()) * row.scale;
+          sum = fused_register(splat_register(all), Lines::offsets(line, begin + i), sum);
         }
-        const RegisterInts product = Lines::total(integers[r][i]) + row.sum * above<Lines>(line, begin + i);
+        const RegisterInts product = Lines::total(integers[r][i]) + units * above<Lines>(line, begin + i);
         sum = fused_register(__builtin_convertvector(product, Register) * row.scale, scales, sum);
       }
     }

@@ -13,6 +13,8 @@ from engine.model.checkpoints.stored_matrix import DenseMatrix, GroupIntMatrix, 
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _GROUP = 32
+_OF_FIVE, _OF_SIX = 112, 96
+"""What is added to codes of five and six bits: so they lie around the middle of eight, as kernels have them."""
 _GROUPS_K = 8
 """Groups of a block of 256 values in the "K" types, but Q6_K."""
 
@@ -51,14 +53,14 @@ def _q5_0(raw: Tensor) -> StoredMatrix:
     """Bytes: d, 4 of fifth bits, 16 of nibbles; value (q - 16) × d."""
     blocks = _blocks(raw, 22)
     codes = _split_nibbles(blocks[:, :, 6:]) | (_bits(blocks[:, :, 2:6]) << 4)
-    return _grouped(8, codes, _half(blocks, 0), zero=16)
+    return _grouped(8, codes + _OF_FIVE, _half(blocks, 0), zero=_OF_FIVE + 16)
 
 
 def _q5_1(raw: Tensor) -> StoredMatrix:
     """Bytes: d, m, 4 of fifth bits, 16 of nibbles; value q × d + m."""
     blocks = _blocks(raw, 24)
     codes = _split_nibbles(blocks[:, :, 8:]) | (_bits(blocks[:, :, 4:8]) << 4)
-    return _grouped(8, codes, _half(blocks, 0), offset=_half(blocks, 2).float())
+    return _grouped(8, codes + _OF_FIVE, _half(blocks, 0), zero=_OF_FIVE, offset=_half(blocks, 2).float())
 
 
 def _q8_0(raw: Tensor) -> StoredMatrix:
@@ -77,7 +79,8 @@ def _q5_k(raw: Tensor) -> StoredMatrix:
     """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of a byte is for group g."""
     blocks = _blocks(raw, 176)
     fifth = (blocks[:, :, None, 16:48] >> torch.arange(_GROUPS_K, dtype=torch.uint8)[:, None]) & 1
-    return _grouped_k(8, blocks, _paired_nibbles(blocks[:, :, 48:]) | (fifth.flatten(2) << 4))
+    codes = _paired_nibbles(blocks[:, :, 48:]) | (fifth.flatten(2) << 4)
+    return _grouped_k(8, blocks, codes + _OF_FIVE, zero=_OF_FIVE)
 
 
 def _q6_k(raw: Tensor) -> StoredMatrix:
@@ -88,7 +91,7 @@ def _q6_k(raw: Tensor) -> StoredMatrix:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (_split(blocks[:, :, 128:192], 2, 1, 32) >> shifts) & 3
     scale = blocks[:, :, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()[:, :, None]
-    return _grouped(8, low | (high.flatten(2) << 4), scale.flatten(1), zero=32)
+    return _grouped(8, (low | (high.flatten(2) << 4)) + _OF_SIX, scale.flatten(1), zero=_OF_SIX + 32)
 
 
 def _iq4_nl(raw: Tensor) -> StoredMatrix:
@@ -165,7 +168,7 @@ def _grouped(bits: int, codes: Tensor, scale: Tensor, *, zero: int = 0, offset: 
     )
 
 
-def _grouped_k(bits: int, blocks: Tensor, codes: Tensor) -> GroupIntMatrix:
+def _grouped_k(bits: int, blocks: Tensor, codes: Tensor, *, zero: int = 0) -> GroupIntMatrix:
     """The matrix of a "K" type: scales and minima, six bits each, are multiples of the block's own."""
     packed = _split(blocks[:, :, 4:16], 3, 4)
     low, minima, high = packed.unbind(2)
@@ -173,4 +176,4 @@ def _grouped_k(bits: int, blocks: Tensor, codes: Tensor) -> GroupIntMatrix:
     offsets = torch.cat((minima & 63, (high >> 4) | ((minima >> 6) << 4)), dim=2).float()
     scale = _half(blocks, 0).float()[:, :, None] * scales
     offset = -(_half(blocks, 2).float()[:, :, None] * offsets)
-    return _grouped(bits, codes, scale.flatten(1), offset=offset.flatten(1))
+    return _grouped(bits, codes, scale.flatten(1), zero=zero, offset=offset.flatten(1))

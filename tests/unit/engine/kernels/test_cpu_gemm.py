@@ -31,6 +31,7 @@ EIGHT_BITS = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.has_col
 QUANTIZED = (*EIGHT_BITS, Arithmetic.INT4)
 WHOLE = tuple(arithmetic for arithmetic in ALL if arithmetic not in QUANTIZED)
 GROUPED = tuple(one for one in Arithmetic if one.has_groups)
+HALVES = (Arithmetic.INT8_HALVES, Arithmetic.INT8_OFFSET_HALVES)
 GROUP = 32
 
 
@@ -274,15 +275,19 @@ def stored_matrix(num_rows, num_columns, group_size, arithmetic, *, seed=3, scal
     zero = torch.full(shape, 1 << (bits - 1))
     if arithmetic is Arithmetic.INT4_ZEROS:
         zero = torch.randint(0, 17, shape, generator=generator)
-    has_offsets = arithmetic in (Arithmetic.INT4_OFFSETS, Arithmetic.INT8_OFFSETS)
+    has_offsets = "offset" in arithmetic.value
+    offset = (-torch.rand(shape, generator=generator) * 0.2).half().float()
+    if arithmetic in HALVES:
+        # What is added is the same for both halves of a group, once the middle code is moved to zero.
+        offset = offset[:, ::2].repeat_interleave(2, dim=1)[:, : shape[1]]
     return GroupIntMatrix(
         bits=bits,
         num_columns=num_columns,
         codes=codes if bits == 8 else pack_nibbles(codes),
         scale=(torch.rand(shape, generator=generator) * 0.32 / (1 << bits) + 1e-4).to(scale_dtype),
-        zero=zero.to(torch.int16) * (0 if has_offsets else 1),
+        zero=zero.to(torch.int16) * (0 if has_offsets and arithmetic not in HALVES else 1),
         group_size=group_size,
-        offset=(-torch.rand(shape, generator=generator) * 0.2).half().float() if has_offsets else None,
+        offset=offset if has_offsets else None,
     )
 
 
@@ -291,7 +296,7 @@ def with_rounded_offsets(matrix):
     if matrix.offset is None:
         return matrix
     middle = 1 << (matrix.bits - 1)
-    of_middle = (middle * matrix.scale.float() + matrix.offset).half().float()
+    of_middle = ((middle - matrix.zero) * matrix.scale.float() + matrix.offset).half().float()
     return replace(matrix, zero=torch.full_like(matrix.zero, middle), offset=of_middle)
 
 
@@ -301,6 +306,8 @@ def test_cpu_gemm_stored_groups_multiply_by_the_restored_values(library, arithme
     needs(arithmetic)
     sizes = [(64, 96, 32, torch.float16), (100, 70, 64, torch.bfloat16), (32, 1000, 128, torch.float16)]
     sizes += [(34, 65, 65, torch.float32), (200, 1101, 2048, torch.float16)]
+    if arithmetic in HALVES:
+        sizes = [(rows, depth, 16, dtype) for rows, depth, _, dtype in sizes]
     for columns, depth, group_size, scale_dtype in sizes:
         matrix = stored_matrix(columns, depth, group_size, arithmetic, scale_dtype=scale_dtype)
         if scale_dtype is torch.float32:
@@ -381,7 +388,15 @@ def test_cpu_gemm_only_forms_with_kernels_stay_stored(library):
     assert stored_arithmetic(library.features, finer) is Arithmetic.INT4_OFFSETS
     eight = replace(matrix, bits=8, codes=torch.zeros(8, 128, dtype=torch.uint8))
     assert stored_arithmetic(library.features, eight) is Arithmetic.INT8_OFFSETS
+    sixteens = {"group_size": 16, "scale": torch.rand(8, 8) + 1, "zero": torch.full((8, 8), 128, dtype=torch.int16)}
+    halves = replace(eight, **sixteens)
+    assert stored_arithmetic(library.features, halves) is Arithmetic.INT8_HALVES
+    pairs = torch.ones(8, 4).repeat_interleave(2, dim=1)
+    assert stored_arithmetic(library.features, replace(halves, offset=pairs)) is Arithmetic.INT8_OFFSET_HALVES
     others = [
+        replace(halves, zero=halves.zero - 96),
+        replace(halves, offset=torch.rand(8, 8)),
+        replace(halves, group_size=8, scale=torch.ones(8, 16), zero=torch.full((8, 16), 128, dtype=torch.int16)),
         replace(matrix, group_size=16, scale=torch.ones(8, 8), zero=torch.full((8, 8), 8, dtype=torch.int16)),
         replace(matrix, offset=torch.full((8, 2), 1e5)),
         replace(matrix, group_of_column=torch.arange(128) // 64),
@@ -410,7 +425,7 @@ def test_cpu_gemm_groups_give_the_same_bits_with_fewer_instructions(library, fla
         for num_rows in ROWS:
             x = torch.randn(num_rows, depth, generator=generator).bfloat16()
             for epilogue in Epilogue:
-                stored = [stored_matrix(columns, depth, 64, arithmetic) for arithmetic in GROUPED]
+                stored = [stored_matrix(columns, depth, 16 if one in HALVES else 64, one) for one in GROUPED]
                 if columns == 100:  # the largest sums
                     x = torch.where(x < 0, -3.0, 3.0).bfloat16()
                     stored = [replace(matrix, codes=torch.full_like(matrix.codes, 255)) for matrix in stored]

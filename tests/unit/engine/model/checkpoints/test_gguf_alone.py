@@ -8,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.kernels.cpu.gemm import Arithmetic
 from engine.model.checkpoints.gguf.file import GgufFile
 from engine.model.config import parse_model_config
 from engine.model.loader import expected_shapes
 from tandem.errors import ConfigError
 from tandem.gguf.container import open_header
+from tandem.model_path import BUILTIN, model_directory
 from tests.support.engine.gguf_writer import write_gguf
-from tests.support.engine.paged_harness import Session, load_plain
+from tests.support.engine.paged_harness import Session, load_plain, needs, on_kernels
 
 TOKENS = [5, 17, 3, 80, 41, 8, 8, 96]
 CONFIG = {
@@ -99,3 +101,17 @@ def test_gguf_of_another_name_is_no_model(tmp_path: Path) -> None:
     write_gguf(tmp_path / "source", tmp_path / "model.bin")
     with pytest.raises(ConfigError, match=r"model directory .*model\.bin does not exist or is not a directory"):
         load_plain(tmp_path / "model.bin")
+
+
+def test_gguf_mixture_of_four_and_six_bits_is_multiplied_as_stored(tmp_path: Path) -> None:
+    """Queries and keys in four bits are read together with values in six; 640 columns are no whole blocks."""
+    needs(Arithmetic.INT4)
+    file = tmp_path / "tiny-q4_k_m.gguf"
+    write_gguf(model_directory(BUILTIN), file, block_type="Q4_K_M", pre="smollm")
+    stored, restored = on_kernels(file, "stored"), on_kernels(file, "none")
+    assert stored.num_kept == 4 * len(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"))
+    assert stored.weights_bytes < 0.65 * restored.weights_bytes
+    session, other = Session(stored), Session(restored)
+    found = session.logits(session.request(TOKENS), len(TOKENS))
+    expected = other.logits(other.request(TOKENS), len(TOKENS))
+    assert (found - expected).square().mean().sqrt() < 0.04 * expected.std()

@@ -22,11 +22,10 @@ from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.stored_matrix import StoredMatrix
 from engine.model.config import load_model_config
-from engine.model.decoder import Decoder
 from engine.model.dtype import resolve_dtype
 from engine.model.loader import load_model
 from tandem.errors import ConfigError
-from tests.support.engine.paged_harness import Session, load_plain, needs
+from tests.support.engine.paged_harness import LoadingRank, Session, load_plain, needs, on_kernels
 from tests.support.engine.quantized_writers import FORMATS, PROJECTIONS, write_llama
 
 TOKENS = [5, 17, 3, 80, 41, 8, 8, 96]
@@ -37,13 +36,6 @@ AS_STORED = (
     *("gptq-2", "gptq-3", "gptq-4", "gptq-8", "gptq-v2", "gptq-row", "awq"),
     *("w4a16", "w4a16-zeros", "w8a16", "w8a8", "w8a8-tensor", "w8a8-zeros", "w8-group"),
 )
-
-
-class LoadingRank:
-    """A rank that only loads."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 @pytest.fixture
@@ -111,11 +103,6 @@ def test_quantized_llama_on_cpu_kernels_has_logits_of_restored_weights(name: str
         session = Session(load_model(tmp_path / kind, backend=backend))
         found.append(session.logits(session.request(TOKENS), len(TOKENS)).clone())
     assert torch.equal(*found)
-
-
-def on_kernels(path: Path, quantization: str, rank: int = 0, size: int = 1) -> Decoder:
-    options = BackendOptions(device=torch.device("cpu"), dtype="bfloat16", quantization=quantization, num_threads=1)
-    return load_model(path, backend=select_backend(options), group=LoadingRank(rank, size) if size > 1 else None)
 
 
 @pytest.mark.parametrize("name", FORMATS)

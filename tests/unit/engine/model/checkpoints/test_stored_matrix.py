@@ -1,6 +1,7 @@
 """The canonical forms: any part, and any stack of parts, has the values of the whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,25 @@ def test_stack_has_rows_of_all_parts(form: str, heights: list[int], columns: int
     assert torch.equal(stacked.dequantized(), torch.cat([part.dequantized() for part in parts]))
     if form != "int4-order":
         assert type(stacked) is type(parts[0])
+
+
+def test_stack_of_four_and_eight_bits_has_eight() -> None:
+    """With a zero in the middle, and groups of the size that divides all."""
+    parts = [
+        group_int(4)(3, 24, 0, 12),
+        group_int(8, offset=True)(2, 24, 1, 8),
+        group_int(4, offset=True)(4, 24, 2, 24),
+    ]
+    for order in (parts, parts[::-1]):
+        stacked = stack(order)
+        assert isinstance(stacked, GroupIntMatrix)
+        assert (stacked.bits, stacked.group_size) == (8, 4)
+        assert torch.equal(stacked.dequantized(), torch.cat([part.dequantized() for part in order]))
+    far = replace(parts[0], zero=parts[0].zero - 200)
+    for other in (far, group_int(4, order=True)(3, 24, 0, 12)):
+        dense_stack = stack([other, parts[1]])
+        assert isinstance(dense_stack, DenseMatrix), "a code would not fit, or is in another order"
+        assert torch.equal(dense_stack.dequantized(), torch.cat([other.dequantized(), parts[1].dequantized()]))
 
 
 def test_stack_of_different_forms_is_dense() -> None:
