@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.model.checkpoints.format import WHERE, QuantizedFormat
+from engine.model.checkpoints.formats.aqlm import parse_aqlm
 from engine.model.checkpoints.formats.awq import parse_awq
 from engine.model.checkpoints.formats.bitsandbytes import parse_bitsandbytes
 from engine.model.checkpoints.formats.compressed_tensors import parse_compressed_tensors
@@ -13,6 +14,7 @@ from engine.model.checkpoints.formats.mxfp4 import parse_mxfp4
 from engine.model.config_fields import Fields
 
 _PARSERS: dict[str, Callable[[Fields, Mapping[str, Any]], QuantizedFormat]] = {
+    "aqlm": parse_aqlm,
     "awq": parse_awq,
     "bitsandbytes": parse_bitsandbytes,
     "compressed-tensors": parse_compressed_tensors,

@@ -76,6 +76,30 @@ def awq(rng: np.random.Generator, rows: int, columns: int, *, group: int) -> Wri
     return {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": tensor(scale.T)}, tensor(values)
 
 
+def aqlm(
+    rng: np.random.Generator, rows: int, columns: int, *, bits: int, num_codebooks: int, group: tuple[int, int]
+) -> Written:
+    tall, wide = group
+    codebooks = rng.normal(0, 1, (num_codebooks, 2**bits, tall, wide)).astype(np.float16)
+    codes = rng.integers(0, 2**bits, (rows // tall, columns // wide, num_codebooks))
+    scale = scales(rng, rows // tall)
+    values = np.zeros((rows, columns), np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            entries = (
+                codebooks[book, codes[row // tall, column // wide, book], row % tall, column % wide]
+                for book in range(num_codebooks)
+            )
+            values[row, column] = sum(map(np.float32, entries), np.float32(0)) * np.float32(scale[row // tall])
+    stored = np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
+    parts = {
+        "codebooks": tensor(codebooks),
+        "codes": tensor(stored.astype(np.int8 if bits <= 8 else np.int16)),
+        "scales": tensor(scale.reshape(-1, 1, 1, 1)),
+    }
+    return parts, tensor(values)
+
+
 def packed_int(
     rng: np.random.Generator,
     rows: int,
@@ -330,6 +354,17 @@ FORMATS: dict[str, WrittenFormat] = {
     ),
     "fp8-e5m2": WrittenFormat({"quant_method": "fp8", "fmt": "e5m2"}, float8, {"dtype": torch.float8_e5m2}),
     "mxfp4": WrittenFormat({"quant_method": "mxfp4"}, microscaling, {"blocks": True}, "MXFP4"),
+    "aqlm-2x8": WrittenFormat(
+        {"quant_method": "aqlm", "num_codebooks": 2, "nbits_per_codebook": 8},
+        aqlm,
+        {"bits": 8, "num_codebooks": 2, "group": (1, 8)},
+        "AQLM, 2 codebooks of 8 bits, groups of 1×8",
+    ),
+    "aqlm-1x11": WrittenFormat(
+        {"quant_method": "aqlm", "out_group_size": 2, "in_group_size": 4, "nbits_per_codebook": 11},
+        aqlm,
+        {"bits": 11, "num_codebooks": 1, "group": (2, 4)},
+    ),
     "nf4": WrittenFormat(_nf4(), bitsandbytes4, {"nested": False}, "bitsandbytes NF4"),
     "nf4-nested": WrittenFormat(_nf4(bnb_4bit_use_double_quant=True), bitsandbytes4, {"nested": True}),
     "fp4": WrittenFormat(_nf4(bnb_4bit_quant_type="fp4"), bitsandbytes4, {"nested": False, "kind": "fp4"}),

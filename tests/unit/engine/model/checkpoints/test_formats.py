@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.safetensors_files import Checkpoint
+from engine.model.checkpoints.stored_matrix import DenseMatrix
 from engine.model.files import ModelDirectory
 from engine.model.shard import TensorSlice
 from tests.support.engine.quantized_writers import FORMATS, WrittenFormat
@@ -49,7 +50,7 @@ def test_format_restored_matrix_and_its_parts_equal_reference(
                     assert torch.equal(part, expected.narrow(dim, begin, end - begin)), (size, rank, dim)
         matrix = source.matrix(NAME)
         assert matrix.shape == (rows, columns)
-        assert matrix.nbytes < expected.nbytes
+        assert matrix.nbytes < expected.nbytes or isinstance(matrix, DenseMatrix)
         source.forget(NAME)
         assert torch.equal(source.tensor(NAME), expected)
 
