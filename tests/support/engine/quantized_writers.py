@@ -100,6 +100,21 @@ def aqlm(
     return parts, tensor(values)
 
 
+def sparse24(rng: np.random.Generator, rows: int, columns: int) -> Written:
+    """compressed-tensors' sparse-24-bitmask."""
+    values = rng.normal(0, 0.1, (rows, columns)).astype(np.float16)
+    kept = np.zeros((rows, columns), bool)
+    for row in kept:
+        for begin in range(0, columns, 4):
+            row[begin + rng.choice(4, 2, replace=False)] = True
+    parts = {
+        "compressed": tensor(np.stack([value[mask] for value, mask in zip(values, kept, strict=True)])),
+        "bitmask": tensor(np.packbits(kept, axis=1, bitorder="little")),
+        "shape": torch.tensor([[rows], [columns]]),
+    }
+    return parts, tensor(np.where(kept, values, np.float16(0)).astype(np.float32))
+
+
 def packed_int(
     rng: np.random.Generator,
     rows: int,
@@ -354,6 +369,17 @@ FORMATS: dict[str, WrittenFormat] = {
     ),
     "fp8-e5m2": WrittenFormat({"quant_method": "fp8", "fmt": "e5m2"}, float8, {"dtype": torch.float8_e5m2}),
     "mxfp4": WrittenFormat({"quant_method": "mxfp4"}, microscaling, {"blocks": True}, "MXFP4"),
+    "sparse-24": WrittenFormat(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "config_groups": {},
+            "sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]},
+        },
+        sparse24,
+        {},
+        "compressed-tensors sparse-24-bitmask",
+    ),
     "aqlm-2x8": WrittenFormat(
         {"quant_method": "aqlm", "num_codebooks": 2, "nbits_per_codebook": 8},
         aqlm,

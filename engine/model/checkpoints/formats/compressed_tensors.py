@@ -27,6 +27,7 @@ from engine.model.checkpoints.format import (
 from engine.model.checkpoints.formats.fp8 import fp8_matrix, parse_block
 from engine.model.checkpoints.formats.gptq import column_groups, groups_text
 from engine.model.checkpoints.formats.mxfp4 import mxfp4_matrix, num_groups, power_of_two
+from engine.model.checkpoints.formats.sparse24 import LAYOUT, Sparse24Format, parse_sparse24
 from engine.model.checkpoints.packing import canonical_codes, unpack_words
 from engine.model.checkpoints.safetensors_files import TensorEntry
 from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix, StoredMatrix
@@ -175,8 +176,14 @@ def _rounds_rows(inputs: Any) -> bool:
     )
 
 
-def parse_compressed_tensors(fields: Fields, raw: Mapping[str, Any]) -> CompressedTensorsFormat:
-    """Read the settings. Raises ConfigError, also where groups of layers differ in how their weights are stored."""
+def parse_compressed_tensors(fields: Fields, raw: Mapping[str, Any]) -> "CompressedTensorsFormat | Sparse24Format":
+    """Read the settings. Raises ConfigError, also where groups of layers differ in how their weights are stored, and
+    where quantized weights are sparse as well.
+    """
+    sparsity = fields.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") == LAYOUT and not raw.get("config_groups"):
+        check_settings(fields, {**raw, "sparsity_config": None}, "compressed-tensors", _KNOWN)
+        return parse_sparse24(sparsity)
     check_settings(fields, {**raw, **_without_sparsity(fields)}, "compressed-tensors", _KNOWN)
     check_choice(fields, "quantization_status", ("compressed",), "compressed")
     layout = check_choice(fields, "format", _FORMATS, _NAIVE)
