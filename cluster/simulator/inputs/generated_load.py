@@ -5,9 +5,11 @@ everything before it and some new tokens. The loop is open: the next turn comes 
 whether or not the cluster was quick.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import log
 from random import Random
+from typing import NamedTuple
 
 from cluster.simulator.inputs.block_names import trace_name
 from cluster.simulator.inputs.trace import Trace, TraceRequest
@@ -66,46 +68,70 @@ class LoadSpec:
             )
 
 
+class _Turn(NamedTuple):
+    """A request before its blocks have names."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    conversation: int
+    prefix: int
+
+
 def generate(spec: LoadSpec, seed: int) -> Trace:
     """Generate the same requests for the same seed."""
     rng = Random(seed)
-    requests: list[TraceRequest] = []
+    turns: list[_Turn] = []
     # At first no conversation is at a later turn: requests are kept once the load has grown to its rate.
     grown_s = spec.turns * spec.think
     begun_s, number, enough_s = 0.0, 0, grown_s
     while True:
-        requests += _conversation(spec, rng, begun_s, number)
+        turns += _conversation(spec, rng, begun_s, number)
         begun_s += rng.gammavariate(1.0 / spec.cv**2, spec.cv**2 * spec.turns / spec.rate)
         number += 1
         if begun_s >= enough_s:
-            kept = sorted((r for r in requests if grown_s <= r.arrival_s <= begun_s), key=lambda r: r.arrival_s)
+            kept = sorted((turn for turn in turns if grown_s <= turn.arrival_s <= begun_s), key=_arrival_s)
             if len(kept) >= spec.requests:
                 break
             enough_s = begun_s + (spec.requests - len(kept)) / spec.rate
-    return Trace(name="generated", block_tokens=spec.block, requests=tuple(kept[: spec.requests])).stretched(1.0)
+    requests = tuple(_named(spec, kept[: spec.requests]))
+    return Trace(name="generated", block_tokens=spec.block, requests=requests).stretched(1.0)
 
 
-def _conversation(spec: LoadSpec, rng: Random, begun_s: float, number: int) -> list[TraceRequest]:
+def _arrival_s(turn: _Turn) -> float:
+    return turn.arrival_s
+
+
+def _named(spec: LoadSpec, turns: Iterable[_Turn]) -> Iterator[TraceRequest]:
+    """Name the blocks of turns, in the order of their arrival: only of those that are kept, which may be few."""
+    num_shared = spec.prefix // spec.block if spec.prefixes else 0
+    of_conversation: dict[int, list[BlockHash]] = {}
+    for turn in turns:
+        number = turn.conversation
+        if (names := of_conversation.get(number)) is None:
+            names = [trace_name(turn.prefix << 64 | index) for index in range(num_shared)]
+            of_conversation[number] = names
+        num_named = (turn.num_prompt_tokens + turn.num_output_tokens) // spec.block
+        names += [trace_name(1 << 96 | number << 32 | index) for index in range(len(names), num_named)]
+        yield TraceRequest(
+            arrival_s=turn.arrival_s,
+            num_prompt_tokens=turn.num_prompt_tokens,
+            num_output_tokens=turn.num_output_tokens,
+            names=tuple(names),
+            tail=number % 2**31,
+        )
+
+
+def _conversation(spec: LoadSpec, rng: Random, begun_s: float, number: int) -> list[_Turn]:
     prefix = rng.randrange(spec.prefixes) if spec.prefixes else 0
     num_tokens = spec.prefix if spec.prefixes else 0
-    num_shared = num_tokens // spec.block
-    names: list[BlockHash] = [trace_name(prefix << 64 | index) for index in range(num_shared)]
-    turns: list[TraceRequest] = []
+    turns: list[_Turn] = []
     arrival_s = begun_s
     while True:
         num_prompt = num_tokens + _length(rng, spec.prompt)
         num_output = _length(rng, spec.output)
         num_tokens = num_prompt + num_output
-        names += [trace_name(1 << 96 | number << 32 | index) for index in range(len(names), num_tokens // spec.block)]
-        turns.append(
-            TraceRequest(
-                arrival_s=arrival_s,
-                num_prompt_tokens=num_prompt,
-                num_output_tokens=num_output,
-                names=tuple(names),
-                tail=number % 2**31,
-            )
-        )
+        turns.append(_Turn(arrival_s, num_prompt, num_output, number, prefix))
         if len(turns) == _MAX_TURNS or rng.random() < 1.0 / spec.turns:
             return turns
         arrival_s += rng.expovariate(1.0 / spec.think)
