@@ -339,12 +339,13 @@ struct StoredGroups : GroupSums<bits> {
     for (int i = 0; centre == Centre::kOffsets && i < kLineRegisters; ++i) write(offsets(line, i));
   }
 
-  // Writes a column's group into a line of zeros.
+  // Writes a column's group into its line.
   static void write_column(char* line, int64_t column, const CodeGroup& group) {
-    for (int64_t k = 0; k < kGroup; ++k) {
-      const int64_t word = bits == 4 ? k / 8 : k / 4, shift = bits == 4 && k % 8 >= 4 ? 4 : 0;
-      char& byte = line[word * (kPanel * 4) + column * 4 + k % 4];
-      byte = static_cast<char>(byte | group.codes[k] << shift);
+    uint32_t quads[kQuads];
+    std::memcpy(quads, group.codes, sizeof quads);
+    for (int word = 0; word < kQuads * bits / 8; ++word) {
+      const uint32_t codes = bits == 4 ? quads[2 * word] | quads[2 * word + 1] << 4 : quads[word];
+      std::memcpy(line + word * (kPanel * 4) + column * 4, &codes, sizeof codes);
     }
     for (int part = 0; part < parts; ++part) {
       std::memcpy(line + kScalesAt + (part * kPanel + column) * 2, &group.scales[part], sizeof group.scales[part]);

@@ -180,33 +180,56 @@ TANDEM_INLINE Floats nearest_of_sixteen(Floats x, float factor) {
   return (y + kShift) - kShift;
 }
 
-#ifdef __F16C__
+#if defined(__F16C__) && defined(__AVX2__)
+// Of at most 32 values the one farthest from zero, the first of equals; a NaN where there is one.
+inline float farthest(const Bfloat16* values, int64_t count) {
+  __m256i bits[2] = {};
+  std::memcpy(bits, values, static_cast<size_t>(count) * sizeof *values);
+  const __m256i all = _mm256_set1_epi16(0x7fff);
+  const __m256i low = _mm256_and_si256(bits[0], all), high = _mm256_and_si256(bits[1], all);
+  const __m256i larger = _mm256_max_epu16(low, high);
+  const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(larger), _mm256_extracti128_si256(larger, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));
+  const auto largest = static_cast<int16_t>(~_mm_extract_epi16(least, 0));
+  if (largest == 0) return 0.0f;
+  const __m256i wanted = _mm256_set1_epi16(largest);
+  const auto first = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi16(low, wanted)));
+  const auto last = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi16(high, wanted)));
+  const uint64_t found = first | static_cast<uint64_t>(last) << 32;  // two bits for each value
+  const uint32_t wide = static_cast<uint32_t>(values[__builtin_ctzll(found) / 2].bits) << 16;
+  float result;
+  std::memcpy(&result, &wide, sizeof result);
+  return result;
+}
+
 // Quantizes at most a group of bf16 values to four bits, 8 higher than they are; returns what one is worth. Of some
 // scales, around that at which the value farthest from zero is -8, the one with the least squared error: without it a
 // single large value takes resolution from all others. Spelt out in one order, so that every processor finds the same.
 inline Float16 quantize_group(const Bfloat16* values, int64_t count, uint8_t* codes) {
   constexpr int kScales = 13;
+  constexpr Floats kDivisors = {-9.0f,  -8.75f, -8.5f, -8.25f, -8.0f, -7.75f, -7.5f, -7.25f,
+                                -7.0f,  -6.75f, -6.5f, -6.25f, -6.0f, 1.0f,   1.0f,  1.0f};
   const Floats low = load_some(values, count), high = load_some(values + kLanes, count - kLanes);
-  float extreme = 0.0f;
-  for (int i = 0; i < 2 * kLanes; ++i) {
-    const float value = i < kLanes ? low[i] : high[i - kLanes];
-    if (std::abs(value) > std::abs(extreme) || value != value) extreme = value;  // a NaN stays
-  }
+  const float extreme = farthest(values, count);
+  Float16 scales[kLanes];
+  store(scales, splat(extreme) / kDivisors);
+  float units[kLanes], inverses[kLanes];
+  const Floats worth = load(scales);
+  store(units, worth);
+  store(inverses, worth != 0.0f ? 1.0f / worth : Floats{});
   Float16 best{};
   float least = INFINITY, factor = 0.0f;
   for (int i = 0; i < kScales; ++i) {
-    const Float16 scale = to_half(extreme / (-9.0f + 0.25f * static_cast<float>(i)));
-    const float unit = from_half(scale);
-    const float inverse = unit != 0.0f ? 1.0f / unit : 0.0f;
-    const Floats low_error = fused(nearest_of_sixteen(low, inverse), splat(-unit), low);
-    const Floats high_error = fused(nearest_of_sixteen(high, inverse), splat(-unit), high);
+    const Floats low_error = fused(nearest_of_sixteen(low, inverses[i]), splat(-units[i]), low);
+    const Floats high_error = fused(nearest_of_sixteen(high, inverses[i]), splat(-units[i]), high);
     const float error = sum(fused(low_error, low_error, high_error * high_error));
-    if (error < least) least = error, best = scale, factor = inverse;
+    if (error < least) least = error, best = scales[i], factor = inverses[i];
   }
   if (least == INFINITY) best = to_half(extreme * 0.0f - extreme);  // not finite, and shows in the output
-  const Floats found[2] = {nearest_of_sixteen(low, factor), nearest_of_sixteen(high, factor)};
-  for (int i = 0; i < 2 * kLanes; ++i) {
-    codes[i] = static_cast<uint8_t>(static_cast<int>(found[i / kLanes][i % kLanes]) + 8);
+  for (int i = 0; i < 2; ++i) {
+    int8_t found[kLanes];
+    nearest(nearest_of_sixteen(i == 0 ? low : high, factor) + 8.0f, found);
+    std::memcpy(codes + i * kLanes, found, sizeof found);
   }
   return best;
 }

@@ -114,6 +114,30 @@ TANDEM_INLINE Floats load(const Bfloat16* from) {
 
 TANDEM_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
+#ifdef __F16C__
+TANDEM_INLINE Floats load(const Float16* from) {
+  Register x[kRegisters];
+  for (int i = 0; i < kRegisters; ++i) x[i] = load_register(from + i * kRegisterLanes);
+  Floats result;
+  std::memcpy(&result, x, sizeof result);
+  return result;
+}
+
+// To the nearest, ties to even.
+TANDEM_INLINE void store(Float16* to, Floats x) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &narrow, sizeof narrow);
+#else
+  __m256 halves[2];
+  std::memcpy(halves, &x, sizeof halves);
+  const __m128i narrow[2] = {_mm256_cvtps_ph(halves[0], _MM_FROUND_TO_NEAREST_INT),
+                             _mm256_cvtps_ph(halves[1], _MM_FROUND_TO_NEAREST_INT)};
+  std::memcpy(to, narrow, sizeof narrow);
+#endif
+}
+#endif
+
 // Rounds to nearest, ties to even; a NaN stays one. AVX512_BF16 takes what is below 2^-126 for zero.
 TANDEM_INLINE void store(Bfloat16* to, Floats x) {
 #if defined(__AVX512BF16__)
