@@ -128,14 +128,13 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
         reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, publish=heart.send)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
-        await stack.enter_async_context(canary)
-        await _watch_quality(stack, config, registry, dispatcher, frontend, metrics)
+        probes = await _begin_probes(stack, canary, config, registry, dispatcher, frontend, metrics)
         _announce(heart, config.router.host, http, rpc, model)
         await stack.enter_async_context(reached)
         await lifetime.wait()
         readiness.drain()
         status.close()
-        await canary.stop()
+        await probes.aclose()  # a drain would wait for what they ask
         leaves_to = await _port_takeover(config, peers, handing)
         await drain(dispatcher, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
 
@@ -146,30 +145,33 @@ def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlac
     return tracer
 
 
-async def _watch_quality(
-    stack: AsyncExitStack,
+async def _begin_probes(
+    outer: AsyncExitStack,
+    canary: Canary,
     config: ClusterConfig,
     registry: WorkerRegistry,
     dispatcher: Dispatcher,
     frontend: Frontend,
     metrics: RouterMetrics,
-) -> None:
-    settings = config.router.quality
+) -> AsyncExitStack:
+    """Begin to probe workers; the result ends that, at the latest with `outer`."""
+    stack, settings = await outer.enter_async_context(AsyncExitStack()), config.router.quality
+    await stack.enter_async_context(canary)
     if settings.shadow_share:
         root = frontend.hash_root(SHADOW_SALT)
         shadow = ShadowScoring(registry, dispatcher, share=settings.shadow_share, hash_root=root, rng=Random())
         metrics.registry.register(await stack.enter_async_context(shadow))
         dispatcher.on_answer = shadow.on_answer
-    if settings.period_s is None:
-        return
-    probe = QualityProbe(
-        registry,
-        dispatcher,
-        tokens=tuple(frontend.tokenizer.encode(settings.text)),
-        hash_root=frontend.hash_root(QUALITY_SALT),
-        period_s=settings.period_s,
-    )
-    metrics.registry.register(await stack.enter_async_context(probe))
+    if settings.period_s is not None:
+        probe = QualityProbe(
+            registry,
+            dispatcher,
+            tokens=tuple(frontend.tokenizer.encode(settings.text)),
+            hash_root=frontend.hash_root(QUALITY_SALT),
+            period_s=settings.period_s,
+        )
+        metrics.registry.register(await stack.enter_async_context(probe))
+    return stack
 
 
 def _profile_routes(config: ClusterConfig, channels: ClusterChannels, fleet: WorkerFleet) -> ProfileRoutes | None:
