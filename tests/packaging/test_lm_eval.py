@@ -103,7 +103,7 @@ def _evaluate(environment: Environment, folder: Path, *suites: str, exit_code: i
     file = folder / "figures.json"
     options = ["--suite", ",".join(f"lm_eval:{one}" for one in suites), "--samples", "8", "--threads", "1"]
     code, output = environment.outcome(
-        "python", "-m", "tandem_bench.quality", "builtin", *options, "--json", str(file), more=OFFLINE
+        "python", "-m", "tandem_bench.quality", "builtin", *options, "--json", str(file), cwd=ROOT, more=OFFLINE
     )
     assert code == exit_code, output
     rows = json.loads(file.read_text())["rows"] if not code else []
@@ -116,7 +116,7 @@ def test_tasks_give_the_figures_of_the_harness_itself(
     """In float32, as both compute."""
     figures, _ = _evaluate(environment, tmp_path, *tasks)
     model = str(ROOT / "engine/builtin_model")
-    peer = json.loads(environment.run("python", "-c", PEER, model, *tasks, more=OFFLINE).splitlines()[-1])
+    peer = json.loads(environment.run("python", "-c", PEER, model, *tasks, cwd=ROOT, more=OFFLINE).splitlines()[-1])
     assert set(peer) == {
         *("choices.acc", "choices.acc_norm", "texts.word_perplexity", "texts.bits_per_byte"),
         *("answers.exact_match", "answers.bleu"),
