@@ -70,8 +70,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
-        if quality is not None:
-            await lifetime.unless_stopped(quality.run(host, worker))
+        if quality is not None and not await lifetime.unless_stopped(quality.run(host, worker)):
+            return
         await _with_fabric(stack, server, worker, host, config, tcp, channels, tasks.create_task)
         sessions.register(server)
         serve_traces(server, host, config.profiling)

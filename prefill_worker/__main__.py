@@ -63,8 +63,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
-        if quality is not None:
-            await lifetime.unless_stopped(quality.run(host, worker))
+        if quality is not None and not await lifetime.unless_stopped(quality.run(host, worker)):
+            return
         plan = FabricPlan(
             identity=identity,
             host=host,

@@ -89,7 +89,9 @@ class QualityCheck:
             worker.order(port, pb.RouterMessage(score_prompt=order))
         parts: list[list[pb.PromptScores]] = [[] for _ in self._gate.windows]
         num_left = len(parts)
-        while num_left and (message := await port.next()) is not None:
+        while num_left:
+            if (message := await port.next()) is None:
+                raise ConfigError(f"{self._where}: has more windows than a worker can answer at once")
             if message.HasField("refused"):
                 refused = message.refused
                 why = failure_from_pb(refused.failure).message

@@ -71,5 +71,5 @@ class QualityConfig(Section):
     """The text: about a hundred words of the kind that the model is used for."""
     shadow_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of clients' answers that a worker of each pool scores again, after they have ended, to compare the pools
-    (`tandem_shadow_*`): needs a prefill pool, and costs two prefills of prompt and answer at the lowest priority. No
-    text of a client's is kept or exported."""
+    (`tandem_shadow_*`): needs a prefill pool, and costs two prefills of prompt and answer at the lowest priority. At
+    most eight answers wait in a router's memory; what is exported are sums."""

@@ -72,8 +72,10 @@ class Lifetime:
         for callback in self._rereads:
             callback()
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, or drop it when the process should stop. Raises the fault, and what the work raises."""
+    async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do the work, or drop it when the process should stop; return whether it was done. Raises the fault, and what
+        the work raises.
+        """
         done = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
@@ -82,6 +84,7 @@ class Lifetime:
                 raise self.fault
             if done.done():
                 done.result()
+            return done.done()
         finally:
             stopping.cancel()
             done.cancel()

@@ -143,7 +143,7 @@ def quality_loss(gate: QualityGate, found: Sequence[WindowScores]) -> QualityLos
         num_tokens += len(window.logprobs)
         base_nats -= sum(window.logprobs)
         nats -= sum(scores.logprobs)
-        num_agreeing += sum(map(int.__eq__, window.top_ids, scores.top_ids))
+        num_agreeing += sum(ours == base for base, ours in zip(window.top_ids, scores.top_ids, strict=True))
     return QualityLoss(
         num_tokens=num_tokens,
         base_perplexity=perplexity_of(base_nats / num_tokens),

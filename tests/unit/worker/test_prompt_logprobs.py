@@ -10,11 +10,10 @@ import worker.prompt_logprobs as read_orders
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tandem.v1 import session_pb2 as pb
-from tandem.values.ids import Incarnation, WorkerId
+from tandem.values.ids import Incarnation
 from tandem.values.roles import WorkerRole
-from tandem.values.worker_identity import WorkerIdentity
 from tests.support.engine import ledger
-from tests.support.engine.ledger_host import parts, settled
+from tests.support.engine.ledger_host import settled, started_worker
 from worker.engine_host import EngineHost
 from worker.session_port import SessionPort
 
@@ -54,22 +53,8 @@ class Bench:
 
 @pytest.fixture(params=["prefill", "decode"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    faults: list[BaseException] = []
-    host = EngineHost(parts(), on_fatal=faults.append)
-    identity = WorkerIdentity(
-        worker_id=WorkerId("w"),
-        incarnation=Incarnation(1),
-        role=WorkerRole(request.param),
-        model_name="ledger",
-        address="127.0.0.1:1",
-    )
-    async with asyncio.TaskGroup() as tasks:
-        decoder = request.param == "decode"
-        worker = DecodeWorker(identity, host, tasks) if decoder else PrefillWorker(identity, host)
-        host.start(on_output=worker.on_output, ports=tuple)
+    async with started_worker(WorkerRole(request.param)) as (host, worker):
         yield Bench(host, worker)
-        await host.stop()
-    assert not faults
 
 
 async def test_prompt_scoring_scores_are_sent_in_ordered_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

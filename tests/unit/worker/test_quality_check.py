@@ -1,6 +1,5 @@
 """A worker that scores a gate's text before it serves, of both kinds, over a real engine thread and scheduler."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,11 +12,9 @@ from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN
-from tandem.values.ids import Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
-from tandem.values.worker_identity import WorkerIdentity
 from tests.support.engine import ledger
-from tests.support.engine.ledger_host import parts, settled
+from tests.support.engine.ledger_host import settled, started_worker
 from worker.decisions.quality_gate import GateWindow, QualityGate
 from worker.engine_host import EngineHost
 from worker.quality_check import QualityCheck
@@ -28,22 +25,8 @@ Started = tuple[EngineHost, PrefillWorker | DecodeWorker]
 
 @pytest.fixture(params=["prefill", "decode"])
 async def started(request: pytest.FixtureRequest) -> AsyncIterator[Started]:
-    faults: list[BaseException] = []
-    host = EngineHost(parts(), on_fatal=faults.append)
-    identity = WorkerIdentity(
-        worker_id=WorkerId("w"),
-        incarnation=Incarnation(1),
-        role=WorkerRole(request.param),
-        model_name="ledger",
-        address="127.0.0.1:1",
-    )
-    async with asyncio.TaskGroup() as tasks:
-        decoder = request.param == "decode"
-        worker = DecodeWorker(identity, host, tasks) if decoder else PrefillWorker(identity, host)
-        host.start(on_output=worker.on_output, ports=tuple)
-        yield host, worker
-        await host.stop()
-    assert not faults
+    async with started_worker(WorkerRole(request.param)) as made:
+        yield made
 
 
 def _gate(certainty: float, windows: list[list[int]] = WINDOWS, vocab_size: int = ledger.VOCAB) -> QualityGate:

@@ -144,7 +144,7 @@ def test_lifetime_exit_flushes_output_and_skips_teardown():
 
 async def test_lifetime_work_is_done_unless_the_process_stops() -> None:
     lifetime, begun = Lifetime(), asyncio.Event()
-    await lifetime.unless_stopped(asyncio.sleep(0))
+    assert await lifetime.unless_stopped(asyncio.sleep(0))
 
     async def endless() -> None:
         begun.set()
@@ -158,7 +158,7 @@ async def test_lifetime_work_is_done_unless_the_process_stops() -> None:
     working = asyncio.create_task(lifetime.unless_stopped(endless()))
     await begun.wait()
     lifetime.stop()
-    await working
+    assert not await working, "a worker that was not checked does not serve"
 
 
 async def test_lifetime_fault_ends_work_that_waits_for_what_has_failed() -> None:
