@@ -1,6 +1,7 @@
 """Cost of the router itself: processor time for each request and streamed token, with workers that have no model.
 
-Tokenizing is measured separately, against a direct call of the same library on the same text.
+A router that encodes each text once shows what a request costs without tokenizing, which is measured separately,
+against a direct call of the same library on the same text.
 """
 
 import json
@@ -35,6 +36,8 @@ ANSWER_TOKENS = 16
 STREAM_TOKENS = 256
 NUM_STREAMS = 64
 NUM_CLIENTS = 32
+NUM_CLIENTS_AT_CAPACITY = 128
+"""As many as keep the router busy: those before leave it idle for most of the time, and its caches to others."""
 NUM_TURNS = 33
 _LAST_WORDS = 500
 _START_S = 60.0
@@ -44,8 +47,13 @@ _WORDS = "Once upon a time there was a little girl who had a red ball and a big 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCosts:
     request_ms: float
-    """Processor time of the router for one non-streaming chat request, tokenization excluded."""
+    """Processor time of the router for one non-streaming chat request, tokenizing excluded."""
+    request_at_capacity_ms: float
+    """The same from NUM_CLIENTS_AT_CAPACITY."""
+    whole_request_ms: float
+    """With its tokenizing, from NUM_CLIENTS."""
     tokenize_ms: float
+    """Template and tokenizing in a loop."""
     bare_tokenize_ms: float
     next_turn_ms: tuple[float, float]
     """Processor time for tokenizing a long conversation's next turn: all of it, and with its history known."""
@@ -65,29 +73,52 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2, tls: bool = False
     """Run one round: a router, its workers and a client in processes of their own. `tls`: between the first two."""
     directory = model_directory("builtin")
     tokenize_ms, bare_ms = tokenizing(directory)
+    remembering = ("tandem_bench.router.remembering_router",)
+    with cluster(num_workers=num_workers, tls=tls, module=remembering) as (url, router):
+        few = load(url, router, connections=NUM_CLIENTS, requests=num_requests)
+        many = load(url, router, connections=NUM_CLIENTS_AT_CAPACITY, requests=2 * num_requests)
     with cluster(num_workers=num_workers, tls=tls) as (url, router):
-        body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)
-        run_client(url, body, connections=NUM_CLIENTS, requests=num_requests // 4)
-        before_s = cpu_s(router)
-        plain = run_client(url, body, connections=NUM_CLIENTS, requests=num_requests)
-        request_s = (cpu_s(router) - before_s) / plain["requests"]
+        whole = load(url, router, connections=NUM_CLIENTS, requests=num_requests)
         body = chat_body(max_tokens=STREAM_TOKENS, stream=True)
         run_client(url, body, connections=NUM_STREAMS, requests=NUM_STREAMS)
         before_s = cpu_s(router)
         streamed = run_client(url, body, connections=NUM_STREAMS, requests=2 * NUM_STREAMS)
         stream_s = cpu_s(router) - before_s
     num_tokens = streamed["requests"] * STREAM_TOKENS
-    if plain["bad"] or streamed["bad"] or streamed["events"] < num_tokens:
-        raise CannotMeasure(f"the router did not answer everything: {plain}, {streamed}")
+    if streamed["bad"] or streamed["events"] < num_tokens:
+        raise CannotMeasure(f"the router did not answer everything: {streamed}")
     return ServerCosts(
-        request_ms=1e3 * request_s - tokenize_ms,
+        request_ms=few.cpu_ms,
+        request_at_capacity_ms=many.cpu_ms,
+        whole_request_ms=whole.cpu_ms,
         tokenize_ms=tokenize_ms,
         bare_tokenize_ms=bare_ms,
         next_turn_ms=tokenizing_next_turn(directory),
-        requests_per_s=plain["requests"] / plain["seconds"],
+        requests_per_s=many.requests_per_s,
         stream_tokens_per_cpu_s=num_tokens / stream_s,
         stream_tokens_per_s=num_tokens / streamed["seconds"],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What chat requests that are not streamed cost a server."""
+
+    cpu_ms: float
+    """Processor time a request."""
+    requests_per_s: float
+
+
+def load(url: str, server: psutil.Process, *, connections: int, requests: int) -> Load:
+    """Send chat requests, of which a quarter more comes first and is not counted. Raises CannotMeasure."""
+    body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)
+    run_client(url, body, connections=connections, requests=requests // 4)
+    before_s = cpu_s(server)
+    done = run_client(url, body, connections=connections, requests=requests)
+    if done["bad"]:
+        raise CannotMeasure(f"the server did not answer everything: {done}")
+    cpu_ms = 1e3 * (cpu_s(server) - before_s) / done["requests"]
+    return Load(cpu_ms=cpu_ms, requests_per_s=done["requests"] / done["seconds"])
 
 
 def tokenizing(directory: Path, rounds: int = 400) -> tuple[float, float]:

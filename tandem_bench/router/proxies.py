@@ -43,26 +43,30 @@ http {{
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCosts:
     request_ms: float
+    request_at_capacity_ms: float
     stream_events_per_cpu_s: float
 
 
 def measure(name: str, *, num_requests: int = 3000) -> PeerCosts:
     """Run one round of a peer. Raises CannotMeasure where it is not available."""
     with _PROXIES[name]() as (url, process):
-        body = router_costs.chat_body(max_tokens=router_costs.ANSWER_TOKENS, stream=False)
-        router_costs.run_client(url, body, connections=router_costs.NUM_CLIENTS, requests=num_requests // 4)
-        before_s = router_costs.cpu_s(process)
-        plain = router_costs.run_client(url, body, connections=router_costs.NUM_CLIENTS, requests=num_requests)
-        request_s = (router_costs.cpu_s(process) - before_s) / plain["requests"]
+        few = router_costs.load(url, process, connections=router_costs.NUM_CLIENTS, requests=num_requests)
+        many = router_costs.load(
+            url, process, connections=router_costs.NUM_CLIENTS_AT_CAPACITY, requests=2 * num_requests
+        )
         body = router_costs.chat_body(max_tokens=router_costs.STREAM_TOKENS, stream=True)
         before_s = router_costs.cpu_s(process)
         streamed = router_costs.run_client(
             url, body, connections=router_costs.NUM_STREAMS, requests=2 * router_costs.NUM_STREAMS
         )
         stream_s = router_costs.cpu_s(process) - before_s
-    if plain["bad"] or streamed["bad"] or streamed["events"] < streamed["requests"] * router_costs.STREAM_TOKENS:
-        raise CannotMeasure(f"{name} did not answer everything: {plain}, {streamed}")
-    return PeerCosts(request_ms=1e3 * request_s, stream_events_per_cpu_s=streamed["events"] / stream_s)
+    if streamed["bad"] or streamed["events"] < streamed["requests"] * router_costs.STREAM_TOKENS:
+        raise CannotMeasure(f"{name} did not answer everything: {streamed}")
+    return PeerCosts(
+        request_ms=few.cpu_ms,
+        request_at_capacity_ms=many.cpu_ms,
+        stream_events_per_cpu_s=streamed["events"] / stream_s,
+    )
 
 
 @contextmanager
