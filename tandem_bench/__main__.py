@@ -18,6 +18,7 @@ from tandem_bench.engine import options as engine_options
 from tandem_bench.errors import CannotMeasure, require_extra
 from tandem_bench.report import Row
 from tandem_bench.router import options as router_options
+from tandem_bench.scale import options as scale_options
 from tandem_bench.transfer import options as transfer_options
 
 
@@ -51,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     _add_soak_options(subjects.add_parser("soak", help="growth of every process under a mixed load; two hours"))
     isolation = subjects.add_parser("isolation", help="what TTFT tells one tenant of another's prompts; 3 minutes")
     _add_isolation_options(isolation)
+    scale = subjects.add_parser("scale", help="a thousand workers, thousands of streams, and storms; 8 minutes")
+    scale_options.add_options(scale)
     return made
 
 
@@ -226,6 +229,12 @@ async def _isolation(options: argparse.Namespace, rows: list[Row], err: Console)
     await measure(options, rows, out=_out(), err=err)
 
 
+async def _scale(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.scale.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
 def _out() -> Console:
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=WIDTH)
@@ -248,6 +257,7 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "recovery": _recovery,
     "soak": _soak,
     "isolation": _isolation,
+    "scale": _scale,
 }
 _SUBJECT_EXTRAS: Mapping[str, str] = {"spine": "transformers", "telemetry": "opentelemetry.proto"}
 """Packages of the extra `bench` that each subject needs."""

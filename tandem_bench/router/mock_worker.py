@@ -8,14 +8,15 @@ many as the router wants to receive together; or all tokens of a request at once
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.cluster_tls import ClusterTls
+from tandem.errors import Unavailable
 from tandem.protocol.session_versions import SPOKEN
-from tandem.protocol.wire import finish_reason_to_pb, prompt_from_pb
+from tandem.protocol.wire import failure_to_pb, finish_reason_to_pb, prompt_from_pb
 from tandem.rpc.cluster_credentials import open_credentials
 from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
 from tandem.v1 import common_pb2 as common
@@ -25,7 +26,7 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS, BlockHasher
 from tandem.values.ids import BlockHash, Incarnation
 from tandem.values.outputs import FinishReason
 from worker.direct_port import open_direct_port
-from worker.session_port import SessionPort
+from worker.session_port import EventSink, SessionPort
 from worker.sessions import WorkerSessions
 
 NUM_BLOCKS = 1 << 16
@@ -36,8 +37,10 @@ MAX_MODEL_LEN = 1 << 14
 class _Running:
     port: SessionPort
     submit: pb.Submit
-    num_tokens: int = 0
-    num_told: int = 0
+    num_tokens: int
+    """Tokens of the answer so far, those of an earlier attempt included."""
+    num_told: int
+    has_begun: bool = False
 
 
 class MockWorker:
@@ -57,6 +60,14 @@ class MockWorker:
         self._says = list(token_ids)
         self._running: dict[tuple[SessionPort, str], _Running] = {}
         self._has_work = asyncio.Event()
+        self.sinks: Callable[[], Iterable[EventSink]] = tuple
+        """Who is told of changes of the prefix cache."""
+        self.is_draining = False
+        """Whether new requests are refused."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     def hello(self) -> pb.WorkerHello:
         """Return the hello of a worker with unlimited room."""
@@ -83,13 +94,24 @@ class MockWorker:
         )
 
     def opened(self, port: SessionPort) -> None:
-        port.send_snapshot(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in self._cached])
+        if port.wants_events:
+            self.send_snapshot(port)
+
+    def send_snapshot(self, sink: EventSink) -> None:
+        sink.send_snapshot(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in self._cached])
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         kind = message.WhichOneof("kind")
-        if kind == "submit":
-            self._running[port, message.submit.request_id] = _Running(port=port, submit=message.submit)
-            self._compute(port, message.submit)
+        if kind == "submit" and self.is_draining:
+            failure = failure_to_pb(Unavailable("this worker is draining"))
+            refused = pb.Refused(request_id=message.submit.request_id, attempt=message.submit.attempt, failure=failure)
+            port.send(pb.WorkerMessage(refused=refused))
+        elif kind == "submit":
+            num_known = len(message.submit.generated_token_ids)
+            self._running[port, message.submit.request_id] = _Running(
+                port=port, submit=message.submit, num_tokens=num_known, num_told=num_known
+            )
+            self._compute(message.submit)
             self._has_work.set()
             if not self._step_s:
                 self._step()
@@ -118,13 +140,14 @@ class MockWorker:
                 await asyncio.sleep(self._step_s)
                 self._step()
 
-    def _compute(self, port: SessionPort, submit: pb.Submit) -> None:
+    def _compute(self, submit: pb.Submit) -> None:
         """Compute a prompt in no time; new blocks are cached and reported."""
         names: list[BlockHash] = []
         self._hasher.extend(BlockHash(submit.hash_root), names, prompt_from_pb(submit))
         fresh = [name for name in names if name not in self._cached]
         if fresh:
-            port.send_events(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in fresh])
+            for sink in self.sinks():
+                sink.send_events(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in fresh])
             self._cached.update(fresh)
             self._num_events += len(fresh)
 
@@ -138,7 +161,7 @@ class MockWorker:
                 del self._running[key]
             if (step := steps.get(one.port)) is None:
                 step = steps[one.port] = pb.StepTokens()
-            if is_over or not one.num_told:
+            if is_over or not one.has_begun:
                 step.deltas.append(self._delta(one, is_over=is_over))
             elif one.submit.handle and one.submit.tokens_per_message <= 1:
                 step.handles.append(one.submit.handle)
@@ -159,7 +182,8 @@ class MockWorker:
             first_index=first,
             token_ids=[self._says[i % len(self._says)] for i in range(first, one.num_tokens)],
         )
-        if not first:
+        if not one.has_begun:
+            one.has_begun = True
             delta.started.CopyFrom(pb.Started())
         if is_over:
             delta.finish.CopyFrom(pb.Finish(reason=finish_reason_to_pb(FinishReason.LENGTH)))
@@ -180,6 +204,7 @@ async def _serve(options: argparse.Namespace) -> None:
     credentials, listening = open_credentials(tls, ()), AsyncExitStack()
     direct = None if options.grpc else await open_direct_port(listening, "127.0.0.1", credentials)
     sessions = WorkerSessions(worker, direct=direct)
+    worker.sinks = lambda: sessions.event_sinks
     add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
     await open_port(listening, server, "127.0.0.1", options.port, credentials)
     await server.start()

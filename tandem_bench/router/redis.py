@@ -60,11 +60,11 @@ _EVERY_S = 0.002
 _ROUND_S = 1.0
 _SECRET = b"a secret of the benchmark"
 _LAYOUT = KVLayout(model_fingerprint="m", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
-_Deed = Callable[["_Server"], Awaitable[None]]
+_Deed = Callable[["RedisServer"], Awaitable[None]]
 _FAULTS: dict[str, _Deed]
 
 
-class _Server:
+class RedisServer:
     """Redis server that can be made to fail."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _Server:
         return RedisSettings(host="127.0.0.1", port=self.port)
 
 
-async def _flush_often(server: _Server) -> None:
+async def _flush_often(server: RedisServer) -> None:
     for _ in range(2):
         await server.say("FLUSHALL")
         await asyncio.sleep(_ROUND_S / 2)
@@ -227,7 +227,7 @@ async def _round(registry: WorkerRegistry) -> _Late:
 
 async def _latency_rows(rounds: int) -> AsyncIterator[Row]:
     for fault, begin in _FAULTS.items():
-        server = _Server()
+        server = RedisServer()
         command = [sys.executable, "-m", "tandem_bench.router.redis", "--play-workers", str(server.port)]
         players = await asyncio.create_subprocess_exec(*command)
         try:
@@ -256,7 +256,7 @@ async def _latency_rows(rounds: int) -> AsyncIterator[Row]:
 
 
 async def _known_again_s(begin: _Deed, end: _Deed) -> float:
-    server = _Server()
+    server = RedisServer()
     try:
         async with AsyncExitStack() as stack:
             workers = [_Worker(number, server.settings()) for number in range(4)]
@@ -286,21 +286,21 @@ async def _known_again_s(begin: _Deed, end: _Deed) -> float:
         await server.kill()
 
 
-async def _nothing(_: _Server) -> None: ...
+async def _nothing(_: RedisServer) -> None: ...
 
 
 _FAULTS = {
     "well": _nothing,
     "flushed": _flush_often,
     "read_only": lambda server: server.say("REPLICAOF 127.0.0.1 1"),
-    "hung": _Server.hang,
-    "killed": _Server.kill,
+    "hung": RedisServer.hang,
+    "killed": RedisServer.kill,
 }
 
 
 async def _measure(rounds: int) -> list[Row]:
     rows = [row async for row in _latency_rows(rounds)]
-    endings = {"killed": (_Server.kill, _Server.start), "hung": (_Server.hang, _Server.go_on)}
+    endings = {"killed": (RedisServer.kill, RedisServer.start), "hung": (RedisServer.hang, RedisServer.go_on)}
     for fault, (begin, end) in endings.items():
         rows.append(figure(f"redis.known_again.{fault}", await _known_again_s(begin, end), "s", at_most=10.0))
     return rows
