@@ -276,6 +276,7 @@ async def _join_workers(
         listener=registry,
         open_channel=channels.open,
         connect=channels.connect if channels.can_connect else None,
+        knock=channels.knock,
         rng=SystemRandom(),
         settings=SessionSettings(
             metadata=ClusterAuth(secret).client_metadata(),

@@ -5,6 +5,7 @@ An open session outlives its address: a directory that drops a worker only ends 
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
@@ -44,16 +45,19 @@ class WorkerFleet:
         settings: SessionSettings,
         rng: Random,
         connect: Connect | None = None,
+        knock: Callable[[str], Awaitable[None]] | None = None,
         backoff: Backoff | None = None,
         expected: ExpectedWorkers | None = None,
     ) -> None:
-        """`connect`: opens connections to workers' direct ports; None: sessions stay with gRPC. `expected` is informed
-        of every worker that is found or lost.
+        """`connect`: opens connections to workers' direct ports; None: sessions stay with gRPC. `knock`: finds out
+        whether anybody listens at an address, before a channel is opened there again. `expected` is informed of every
+        worker that is found or lost.
         """
         self._directory = directory
         self._listener = listener
         self._open_channel = open_channel
         self._connect = connect
+        self._knock = knock
         self._settings = settings
         self._rng = rng
         self._backoff = backoff or RECONNECTS
@@ -100,15 +104,29 @@ class WorkerFleet:
         num_failures = 0
         logged = ""
         while address in self._wanted:
-            reason, lived = await self._converse(address)
-            num_failures = 1 if lived else num_failures + 1
-            if not lived and reason != logged:
-                logger.warning("no session with %s: %s", address.address, reason)
-            logged = reason
+            if num_failures and not await self._is_reached(address):
+                num_failures += 1
+            else:
+                reason, lived = await self._converse(address)
+                num_failures = 1 if lived else num_failures + 1
+                if not lived and reason != logged:
+                    logger.warning("no session with %s: %s", address.address, reason)
+                logged = reason
             await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
         # Reached only when a session outlived its address: otherwise the code that cancels this task removes it.
         del self._keepers[address]
         self._stays_until_s.pop(address, None)
+
+    async def _is_reached(self, address: WorkerAddress) -> bool:
+        """Whether anybody listens there. Many workers may be gone at once, and a channel that fails costs much."""
+        if self._knock is None:
+            return True
+        try:
+            async with asyncio.timeout(self._settings.hello_timeout_s):
+                await self._knock(address.address)
+        except OSError:
+            return False
+        return True
 
     async def _open_session(self, channel: grpc.aio.Channel, address: WorkerAddress) -> WorkerSession:
         """Exchange HELLOs; where no direct connection is possible, again and for a session that stays with gRPC."""

@@ -51,7 +51,7 @@ from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, Wor
 from tandem.values.kv_layout import DTYPE_BYTES
 from tandem.values.outputs import FinishReason, PredictionUse, bare_token
 from tandem.values.prefix_holder import holder_to_pb
-from tandem.values.prefix_pin import PinKey, PinOrder
+from tandem.values.prefix_pin import NO_PINS, PinKey, PinOrder
 from tandem.values.roles import WorkerRole
 from tandem.values.step_sizes import DRAFT_PLACES, DRAFT_SOURCES, STEP_SIZES
 
@@ -296,7 +296,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
         report_number=load.report_number,
         step_age_s=load.step_age_s,
-        pins=totals_from_pb(load.pins),
+        pins=totals_from_pb(load.pins) if load.HasField("pins") else NO_PINS,
         redis_publishing=(
             _redis_publishing_from_pb(load.redis_publishing) if load.HasField("redis_publishing") else None
         ),

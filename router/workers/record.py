@@ -113,9 +113,9 @@ class WorkerRecord:
         self.num_assigned -= 1
         self._count_requests()
 
-    def reported(self, load: WorkerLoad) -> None:
-        """Apply the worker's load report."""
-        self.load = load
+    def reported(self, load: WorkerLoad, peers: PeerShare) -> None:
+        """Apply the worker's load report, and other routers' whole load on it as far as that report shows it."""
+        self.load, self.peers = load, peers
         self.backlog_since_load = self.num_since_load = 0
         self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
         self.num_beside = max(0, load.num_running + load.num_waiting - self.num_assigned)

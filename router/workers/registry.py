@@ -148,8 +148,7 @@ class WorkerRegistry:
         """Apply a worker's load report."""
         if (worker := self.find(key)) is not None:
             now_s = self._clock()
-            worker.reported(load)
-            worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
+            worker.reported(load, self.peer_loads(key, load.report_number))
             if load.step_age_s >= _LONG_STEP_S:
                 # The worker itself decides whether it hangs (`engine.stall`); new requests avoid it meanwhile.
                 worker.penalised(now_s + FAILURE_PENALTY_S)

@@ -42,5 +42,5 @@ def totals_to_pb(totals: PinTotals) -> pb.PinReport:
 
 
 def totals_from_pb(message: pb.PinReport) -> PinTotals:
-    """Read the pins of a load report; zeros if the worker reports none."""
+    """Read the pins of a load report."""
     return PinTotals(**{name: getattr(message, name) for name in PinTotals._fields})

@@ -142,6 +142,15 @@ class ClusterChannels:
             raise ConnectionResetError("the peer is gone")  # so uvloop shows that it has closed the connection
         keep_alive(sock)
 
+    async def knock(self, address: str) -> None:
+        """Open a TCP connection to a peer, and close it without a word. Raises OSError where nobody listens.
+
+        It costs a tenth of a channel that fails.
+        """
+        host, port = split(address)
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, host, port)
+        transport.abort()
+
     def _check_loopback(self, address: str) -> None:
         host = address.rpartition(":")[0].strip("[]")
         if is_loopback(host):

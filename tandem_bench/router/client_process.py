@@ -4,8 +4,9 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from random import Random
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,6 +19,8 @@ class Tally:
     events: int = 0
     bad: int = 0
     seconds: float = 0.0
+    first_s: list[float] = field(default_factory=list)
+    """Of an open loop: from when each request was due to its first event."""
 
 
 async def load(url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None) -> Tally:
@@ -44,6 +47,33 @@ async def load(url: str, body: Mapping[str, Any], *, connections: int, requests:
     return tally
 
 
+async def open_load(url: str, body: Mapping[str, Any], *, rate: float, requests: int) -> Tally:
+    """Send requests of a Poisson process, over as many keep-alive connections as it takes."""
+    tally, address, rng = Tally(), urlsplit(url), Random(1)
+    request = _request(address, body)
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send(due_s: float) -> None:
+        reader, writer = idle.pop() if idle else await asyncio.open_connection(address.hostname, address.port)
+        writer.write(request)
+        ok, events = await _answer(reader, lambda: tally.first_s.append(time.monotonic() - due_s))
+        idle.append((reader, writer))
+        tally.requests += 1
+        tally.events += events
+        tally.bad += not ok
+
+    due_s = started_s = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(requests):
+            due_s += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            tasks.create_task(send(due_s))
+    for _, writer in idle:
+        writer.close()
+    tally.seconds = time.monotonic() - started_s
+    return tally
+
+
 def _request(address: SplitResult, body: Mapping[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = (
@@ -53,8 +83,8 @@ def _request(address: SplitResult, body: Mapping[str, Any]) -> bytes:
     return head.encode() + content
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[bool, int]:
-    """Return whether the status was 200, and how many events a stream had."""
+async def _answer(reader: asyncio.StreamReader, on_first: Callable[[], None] = lambda: None) -> tuple[bool, int]:
+    """Return whether the status was 200, and how many events a stream had. `on_first`: called at the first of them."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     ok = b" 200 " in head.split(b"\r\n", 1)[0]
     if b"transfer-encoding: chunked" not in head:
@@ -63,6 +93,8 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[bool, int]:
         return ok, 0
     events = 0
     while size := int(await reader.readline(), 16):
+        if not events:
+            on_first()
         events += (await reader.readexactly(size + 2)).count(b"data: ")
     await reader.readline()
     return ok, events
@@ -73,12 +105,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.client_process", description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--body", required=True, help="JSON")
-    parser.add_argument("--connections", type=int, required=True)
+    loop = parser.add_mutually_exclusive_group(required=True)
+    loop.add_argument("--connections", type=int, help="that many requests at a time")
+    loop.add_argument("--rate", type=float, help="requests per second, however long they take")
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--salt", help="prefix of each request's own cache salt")
     options = parser.parse_args()
-    body, bounds = json.loads(options.body), {"connections": options.connections, "requests": options.requests}
-    tally = asyncio.run(load(options.url, body, salt=options.salt, **bounds))
+    body = json.loads(options.body)
+    if options.rate is not None:
+        work = open_load(options.url, body, rate=options.rate, requests=options.requests)
+    else:
+        work = load(options.url, body, connections=options.connections, requests=options.requests, salt=options.salt)
+    tally = asyncio.run(work)
     print(json.dumps(asdict(tally)))
 
 

@@ -161,11 +161,21 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def run_client(
-    url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    requests: int,
+    connections: int | None = None,
+    rate: float | None = None,
+    salt: str | None = None,
 ) -> dict[str, Any]:
-    """Run the client and return its counts. `salt`: prefix of each request's own cache salt."""
+    """Run the client and return its counts.
+
+    `connections`, or `rate`: requests at a time, or per second. `salt`: prefix of each request's own cache salt.
+    """
     command = [sys.executable, "-m", "tandem_bench.router.client_process", f"{url}/v1/chat/completions"]
-    command += ["--body", json.dumps(body), "--connections", str(connections), "--requests", str(requests)]
+    command += ["--body", json.dumps(body), "--requests", str(requests)]
+    command += ["--connections", str(connections)] if rate is None else ["--rate", str(rate)]
     command += ["--salt", salt] if salt is not None else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tandem_bench.report import Row, figure
 from tandem_bench.report import print_table as show_rows
-from tandem_bench.router import agentic, budget, options, overload, placement, prefix_map, proxies, redis
+from tandem_bench.router import agentic, budget, first_token, options, overload, placement, prefix_map, proxies, redis
 from tandem_bench.router import costs as router_costs
 
 MAX_REQUEST_MS = 0.6
@@ -79,6 +79,8 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -
     for part in parts:
         if part == "doors":
             found = server_rows(given.rounds, given.peer, tls=given.tls)
+        elif part == "first_token":
+            found = first_token.rows(given.peer)
         elif part == "budget":
             found = budget.rows(given.flames)
         elif part == "agentic" and agents is not None:

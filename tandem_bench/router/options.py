@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("doors", "budget", "placement", "prefix_map", "agentic", "redis", "overload")
+PARTS = ("doors", "first_token", "budget", "placement", "prefix_map", "agentic", "redis", "overload")
 PEER_NAMES = ("nginx", "sglang-router")
 ROUNDS = 3
 REPEATS = 30

@@ -49,7 +49,7 @@ class PeerCosts:
 
 def measure(name: str, *, num_requests: int = 3000) -> PeerCosts:
     """Run one round of a peer. Raises CannotMeasure where it is not available."""
-    with _PROXIES[name]() as (url, process):
+    with serving(name) as (url, process):
         few = router_costs.load(url, process, connections=router_costs.NUM_CLIENTS, requests=num_requests)
         many = router_costs.load(
             url, process, connections=router_costs.NUM_CLIENTS_AT_CAPACITY, requests=2 * num_requests
@@ -69,14 +69,19 @@ def measure(name: str, *, num_requests: int = 3000) -> PeerCosts:
     )
 
 
+def serving(name: str, *, step_ms: float = 10.0) -> AbstractContextManager[tuple[str, psutil.Process]]:
+    """Run a peer; yields its URL and process. `step_ms`: time of an event of its upstream. Raises CannotMeasure."""
+    return _PROXIES[name](step_ms)
+
+
 @contextmanager
-def _nginx() -> Iterator[tuple[str, psutil.Process]]:
+def _nginx(step_ms: float) -> Iterator[tuple[str, psutil.Process]]:
     """Run nginx; yields its URL and its worker process."""
     nginx = shutil.which("nginx")
     if nginx is None:
         raise CannotMeasure("nginx is not installed (Debian: apt-get install nginx-light)")
     with ExitStack() as stack:
-        folder, upstream, port = _beginning(stack)
+        folder, upstream, port = _beginning(stack, step_ms)
         file = folder / "nginx.conf"
         file.write_text(_CONFIG.format(folder=folder, upstream=upstream, port=port))
         process = router_costs.start(
@@ -91,11 +96,11 @@ def _nginx() -> Iterator[tuple[str, psutil.Process]]:
 
 
 @contextmanager
-def _sglang_router() -> Iterator[tuple[str, psutil.Process]]:
+def _sglang_router(step_ms: float) -> Iterator[tuple[str, psutil.Process]]:
     """Run sglang's router; yields its URL and its process."""
     python = ensure(_SGLANG, lambda _: None)
     with ExitStack() as stack:
-        folder, upstream, port = _beginning(stack)
+        folder, upstream, port = _beginning(stack, step_ms)
         (metrics,) = router_costs.free_ports(1)
         log = stack.enter_context((folder / "log").open("wb"))
         command = [str(python), "-m", "sglang_router.launch_router", "--worker-urls", f"http://127.0.0.1:{upstream}"]
@@ -106,11 +111,12 @@ def _sglang_router() -> Iterator[tuple[str, psutil.Process]]:
         yield url, psutil.Process(process.pid)
 
 
-def _beginning(stack: ExitStack) -> tuple[Path, int, int]:
+def _beginning(stack: ExitStack, step_ms: float) -> tuple[Path, int, int]:
     """Return a folder, the port of a running upstream, and a port for the proxy."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
     upstream, port = router_costs.free_ports(2)
-    process = router_costs.start(stack, [sys.executable, "-m", "tandem_bench.router.upstream", "--port", str(upstream)])
+    command = [sys.executable, "-m", "tandem_bench.router.upstream", "--port", str(upstream), "--step-ms", str(step_ms)]
+    process = router_costs.start(stack, command)
     _wait(f"http://127.0.0.1:{upstream}", process, folder / "upstream")
     return folder, upstream, port
 
@@ -130,7 +136,7 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     raise CannotMeasure(f"{process.args!r:.80} was not ready in time")
 
 
-_PROXIES: Mapping[str, Callable[[], AbstractContextManager[tuple[str, psutil.Process]]]] = {
+_PROXIES: Mapping[str, Callable[[float], AbstractContextManager[tuple[str, psutil.Process]]]] = {
     "nginx": _nginx,
     "sglang-router": _sglang_router,
 }

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import yaml
@@ -57,9 +57,11 @@ class ReportingProcess:
             self.process.send_signal(number)
 
 
-async def start(stack: AsyncExitStack, *command: str) -> ReportingProcess:
+async def start(stack: AsyncExitStack, log: IO[str], *command: str) -> ReportingProcess:
     """Start a reporting process, which is killed with the stack."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE, stderr=log
+    )
     last: dict[str, Any] = {}
 
     async def read() -> None:
@@ -81,8 +83,18 @@ async def start(stack: AsyncExitStack, *command: str) -> ReportingProcess:
 class Workers:
     """All processes of workers. Each hosts as many as a storm has."""
 
-    def __init__(self, stack: AsyncExitStack, *, each: int, redis_port: int, secret: str, says: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        log: IO[str],
+        *,
+        each: int,
+        redis_port: int,
+        secret: str,
+        says: Sequence[int],
+    ) -> None:
         self._stack = stack
+        self._log = log
         self.each = each
         self._arguments = ["--redis-port", str(redis_port), "--secret", secret, "--step-s", str(STEP_S)]
         vocabulary = Tokenizer.load(model_directory("builtin")).size
@@ -94,7 +106,8 @@ class Workers:
         """Start one more process of workers."""
         place = ["--first", str(self.num_started), "--count", str(self.each)]
         self.num_started += self.each
-        self.hosts.append(await start(self._stack, "tandem_bench.scale.mock_workers", *place, *self._arguments))
+        command = ["tandem_bench.scale.mock_workers", *place, *self._arguments]
+        self.hosts.append(await start(self._stack, self._log, *command))
 
     async def crash(self) -> None:
         """Kill the process that is oldest."""
@@ -109,8 +122,10 @@ class Workers:
 
 
 @asynccontextmanager
-async def _routers(count: int, redis_port: int, secret: str, folder: Path) -> AsyncIterator[tuple[int, list[int]]]:
-    """Run router processes that share a port; yields the port, and a list that their process ids are to be put in."""
+async def _routers(
+    count: int, redis_port: int, secret: str, folder: Path, log: IO[str]
+) -> AsyncIterator[tuple[int, list[int]]]:
+    """Run router processes that share a port; yields the port, and their process ids."""
     port, grpc_port = free_ports(2)
     config = {
         "secret": secret,
@@ -123,25 +138,28 @@ async def _routers(count: int, redis_port: int, secret: str, folder: Path) -> As
     file = folder / "cluster.yaml"
     file.touch(mode=0o600)
     file.write_text(yaml.safe_dump(config))
-    with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "cluster.cli.main", "router", "--config", str(file)]
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, start_new_session=True)
-        try:
-            yield port, await _router_pids(process, count, folder / "log")
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-            await process.wait()
+    command = [sys.executable, "-m", "cluster.cli.main", "router", "--config", str(file)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield port, await _router_pids(process, count)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
 
 
-async def _router_pids(process: asyncio.subprocess.Process, count: int, log: Path) -> list[int]:
+async def _router_pids(process: asyncio.subprocess.Process, count: int) -> list[int]:
     """Return the process ids of all routers. Raises CannotMeasure when they do not start."""
 
     def find() -> list[int]:
         if process.returncode is not None:
-            raise CannotMeasure(f"the routers ended with {process.returncode}: {last_words(log)}")
-        children = psutil.Process(process.pid).children(recursive=True)
-        return [one.pid for one in children if (process_name(one.cmdline()) or "").startswith("router ")]
+            raise CannotMeasure(f"the routers ended with {process.returncode}")
+        first = psutil.Process(process.pid)  # which becomes the router if there is one
+        return [
+            one.pid
+            for one in (first, *first.children(recursive=True))
+            if (process_name(one.cmdline()) or "").startswith("router ")
+        ]
 
     await _until(lambda: len(find()) == count, "all routers run")
     return find()
@@ -160,7 +178,10 @@ async def _until(holds: Callable[[], bool], what: str, patience_s: float = _STAR
 class Measurement:
     """One run."""
 
-    def __init__(self, options: argparse.Namespace, workers: Workers, routers: Sequence[int], err: Console) -> None:
+    def __init__(
+        self, options: argparse.Namespace, workers: Workers, routers: Sequence[int], rows: list[Row], err: Console
+    ) -> None:
+        """`rows`: get the figures."""
         self._options = options
         self._workers = workers
         self._routers = [psutil.Process(pid) for pid in routers]
@@ -168,7 +189,7 @@ class Measurement:
         self._clients: list[ReportingProcess] = []
         self.fewest_live = options.streams
         """Live streams, at their fewest since all had begun."""
-        self.rows: list[Row] = []
+        self.rows = rows
 
     def _live(self) -> int:
         return sum(client.last.get("live", 0) for client in self._clients)
@@ -188,14 +209,14 @@ class Measurement:
         wanted = self._options.workers * len(self._routers)
         return await _until(lambda: self._workers.total("sessions") == wanted, f"there are {wanted} sessions")
 
-    async def begin_streams(self, stack: AsyncExitStack, port: int, texts: Sequence[str]) -> None:
+    async def begin_streams(self, stack: AsyncExitStack, log: IO[str], port: int, texts: Sequence[str]) -> None:
         """Start the clients, and wait until all streams are live."""
         num_clients = -(-self._options.streams // _STREAMS_PER_CLIENT)
         for index in range(num_clients):
             count = self._options.streams // num_clients + (index < self._options.streams % num_clients)
             arguments = ["--port", str(port), "--streams", str(count), "--tokens", str(self._options.tokens)]
             arguments += ["--texts", json.dumps(texts), "--seed", str(self._options.seed + index)]
-            self._clients.append(await start(stack, "tandem_bench.scale.streams", *arguments))
+            self._clients.append(await start(stack, log, "tandem_bench.scale.streams", *arguments))
         # Between two streams of a connection there is a moment without one.
         wanted = 0.98 * self._options.streams
         took_s = await _until(lambda: self._live() >= wanted, f"{wanted:.0f} streams are live")
@@ -282,16 +303,16 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
     async with AsyncExitStack() as stack:
         stack.push_async_callback(redis.kill)
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-scale-")))
-        port, routers = await stack.enter_async_context(_routers(options.routers, redis.port, secret, folder))
-        workers = Workers(stack, each=options.storm, redis_port=redis.port, secret=secret, says=says)
-        run = Measurement(options, workers, routers, err)
+        log = stack.enter_context((folder / "log").open("w"))
         try:
+            started = _routers(options.routers, redis.port, secret, folder, log)
+            port, routers = await stack.enter_async_context(started)
+            each = {"each": options.storm, "redis_port": redis.port, "secret": secret, "says": says}
+            run = Measurement(options, Workers(stack, log, **each), routers, rows, err)
             await run.open_sessions()
-            await run.begin_streams(stack, port, _texts_of(says))
+            await run.begin_streams(stack, log, port, _texts_of(says))
             await run.storms()
             await run.end_streams()
         except CannotMeasure as error:
             raise CannotMeasure(f"{error}\n{last_words(folder / 'log')}") from None
-        finally:
-            rows += run.rows
     print_table(out, rows)

@@ -2,7 +2,8 @@
 
 Each has a server, sessions and an entry in Redis of its own, made of the workers' own classes; only the engine is
 missing (`MockWorker`). SIGTERM makes all of them leave at once, as workers do: they refuse what is new, and close when
-their requests have ended, or after `--drain-s`. Each second a line of JSON tells how many sessions and requests there are.
+their requests have ended, or after `--drain-s`. Each second a line of JSON tells how many sessions
+and requests there are.
 """
 
 import argparse

@@ -127,7 +127,8 @@ class StreamLoad:
         prompt = [self._rng.choice(_PROMPT_IDS) for _ in range(_PROMPT_TOKENS)]
         body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         content = json.dumps(body).encode()
-        head = f"Host: 127.0.0.1:{self._port}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        head = f"Host: 127.0.0.1:{self._port}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(content)}\r\n\r\n"
         wanted = "".join(self._texts[n % len(self._texts)] for n in range(num_tokens))
 
         def on_end(stream: Stream, how: str) -> None:

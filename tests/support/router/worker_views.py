@@ -69,8 +69,8 @@ def record_of(snapshot: WorkerSnapshot, slot: int) -> WorkerRecord:
 
 def show(record: WorkerRecord, snapshot: WorkerSnapshot) -> None:
     """Give a live worker, to which this router has sent nothing, this load."""
-    record.reported(snapshot.load)
-    record.loaded_elsewhere(PeerShare(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active))
+    peers = PeerShare(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active)
+    record.reported(snapshot.load, peers)
 
 
 def view_of(workers: Sequence[WorkerSnapshot]) -> ClusterView:

@@ -1,7 +1,7 @@
 """The fleet's connections under a changing directory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random
 
@@ -47,12 +47,14 @@ def fleet(
     registry: WatchedRegistry,
     open_channel: ChannelOpener | None = None,
     connect: Connect | None = None,
+    knock: Callable[[str], Awaitable[None]] | None = None,
 ) -> WorkerFleet:
     return WorkerFleet(
         directory=directory,
         listener=registry,
         open_channel=open_channel or ClusterChannels(None).open,
         connect=connect,
+        knock=knock,
         settings=session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.01, most_s=0.02),
@@ -103,6 +105,31 @@ async def test_successor_of_worker_that_died_before_its_ticket_gets_direct_sessi
         await worker.start()
         await registry.until_live(1)
         assert registry.snapshots()[0].info.is_direct
+
+
+async def test_channel_to_lost_worker_is_opened_again_only_when_somebody_listens() -> None:
+    directory, registry, worker = Changing(), WatchedRegistry(), FakeWorker("d0")
+    channels, opened, knocks = ClusterChannels(None), [], asyncio.Queue[str]()
+
+    async def knock(address: str) -> None:
+        knocks.put_nowait(address)
+        await channels.knock(address)
+
+    def open_channel(address: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+        opened.append(address)
+        return channels.open(address)
+
+    async with worker, fleet(directory, registry, open_channel, knock=knock):
+        directory.say(worker)
+        await registry.until_live(1)
+        await worker.crash()
+        await registry.until_live(0)
+        for _ in range(20):
+            assert await knocks.get() == worker.address
+        assert opened == [worker.address]
+        await worker.start()
+        await registry.until_live(1)
+        assert opened == [worker.address] * 2
 
 
 async def test_address_returning_in_time_is_kept() -> None:

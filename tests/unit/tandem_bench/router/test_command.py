@@ -21,7 +21,7 @@ def test_bench_router_parts_are_those_named() -> None:
     options.add_options(parser)
     assert options.parts(parser.parse_args([])) == options.PARTS
     assert options.parts(parser.parse_args(["--only", "prefix_map"])) == ("prefix_map",)
-    assert {*measure._PARTS, "doors", "budget", "overload", "agentic"} == set(options.PARTS)
+    assert {*measure._PARTS, "doors", "first_token", "budget", "overload", "agentic"} == set(options.PARTS)
 
 
 def test_least_us_runs_requested_rounds() -> None:

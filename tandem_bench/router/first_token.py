@@ -1,0 +1,65 @@
+"""What a router adds to the time to first token, at half of what it can take.
+
+The workers answer at once, so what passes from when a request is due until its first event is the router's, but for a
+worker's and the client's own part. Requests come as a Poisson process, and none waits for another's answer.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import psutil
+
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.report import Row, figure
+from tandem_bench.router import costs as router_costs
+from tandem_bench.router import proxies
+
+MAX_P50_MS = 2.0
+MAX_P99_MS = 10.0
+_CAPACITY_REQUESTS = 4000
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """One server at half of its capacity."""
+
+    capacity: float
+    """Requests per second from many clients, each of whom waits for its answer."""
+    p50_ms: float
+    p99_ms: float
+
+
+def measure(serving: Callable[[], AbstractContextManager[tuple[str, psutil.Process]]]) -> FirstToken:
+    """Run one server. Raises CannotMeasure when it does not answer everything."""
+    body = router_costs.chat_body(max_tokens=router_costs.ANSWER_TOKENS, stream=True)
+    with serving() as (url, _):
+        many, requests = router_costs.NUM_CLIENTS_AT_CAPACITY, _CAPACITY_REQUESTS
+        router_costs.run_client(url, body, connections=many, requests=requests // 4)
+        busy = router_costs.run_client(url, body, connections=many, requests=requests)
+        capacity = busy["requests"] / busy["seconds"]
+        found = router_costs.run_client(url, body, rate=capacity / 2, requests=int(_SECONDS * capacity / 2))
+    if busy["bad"] or found["bad"] or len(found["first_s"]) < found["requests"]:
+        raise CannotMeasure("the server did not answer everything")
+    first_ms = sorted(1e3 * first_s for first_s in found["first_s"])
+    p50_ms, p99_ms = (first_ms[int(share * len(first_ms))] for share in (0.5, 0.99))
+    return FirstToken(capacity=capacity, p50_ms=p50_ms, p99_ms=p99_ms)
+
+
+def rows(peers: Sequence[str]) -> list[Row]:
+    """Measure Tandem's router and each peer, one after the other. Raises CannotMeasure."""
+    ours = measure(lambda: router_costs.cluster(num_workers=2, step_ms=0.0))
+    found = [
+        figure("streams of chat requests per second, workers that answer at once", ours.capacity, "1/s"),
+        figure("time to first token at half of that, p50", ours.p50_ms, "ms", at_most=MAX_P50_MS),
+        figure("time to first token at half of that, p99", ours.p99_ms, "ms", at_most=MAX_P99_MS),
+    ]
+    for peer in peers:
+        theirs = measure(lambda name=peer: proxies.serving(name, step_ms=0.0))  # type: ignore[misc]
+        found += [
+            figure(f"{peer}: streams per second", theirs.capacity, "1/s"),
+            figure(f"{peer}: time to first token at half of that, p50", theirs.p50_ms, "ms"),
+            figure(f"{peer}: time to first token at half of that, p99", theirs.p99_ms, "ms"),
+        ]
+    return found
