@@ -304,7 +304,9 @@ def _largest_pool(pool: PoolView) -> float:
 def _filled_in(rates: Floats, prior: float) -> Floats:
     """Fill in the mean rate for workers that have not measured theirs."""
     known = rates > 0.0
-    return np.where(known, rates, rates[known].mean() if _or(known) else prior)
+    measured = rates[known]
+    # As `mean` does, which takes three times as long.
+    return np.where(known, rates, _sum(measured) / len(measured) if len(measured) else prior)
 
 
 class DrainMeter:

@@ -10,7 +10,7 @@ from router.types.worker_view import WorkerKey
 from router.workers.columns import Floats, PoolView
 from tandem.values.roles import WorkerRole
 
-_or = np.logical_or.reduce
+_or, _sum = np.logical_or.reduce, np.add.reduce
 
 
 class CostModel(Struct, frozen=True, kw_only=True):
@@ -126,7 +126,9 @@ def link_ms(pool: PoolView, model: CostModel) -> Floats:
 def _complete(column: Floats, prior: float) -> Floats:
     """Fill in the mean of the pool's measured rates for workers without one."""
     known = column > 0.0
-    return np.where(known, column, column[known].mean() if _or(known) else prior)
+    measured = column[known]
+    # As `mean` does, which takes three times as long.
+    return np.where(known, column, _sum(measured) / len(measured) if len(measured) else prior)
 
 
 def filled_in(rates: list[float], prior: float) -> list[float]:

@@ -241,14 +241,21 @@ class Measurement:
 
     async def _steady(self) -> None:
         """Let things run, and count what they cost."""
-        before_s = [sum(process.cpu_times()[:2]) for process in self._routers]
+        before_s = self._routers_cpu_s()
         begun_s = time.monotonic()
         while time.monotonic() - begun_s < self._options.seconds:
             await asyncio.sleep(_LOOK_S)
             self.fewest_live = min(self.fewest_live, self._live())
-        after_s = [sum(process.cpu_times()[:2]) for process in self._routers]
-        shares = [(b - a) / (time.monotonic() - begun_s) for a, b in zip(before_s, after_s, strict=True)]
+        took_s = time.monotonic() - begun_s
+        shares = [(b - a) / took_s for a, b in zip(before_s, self._routers_cpu_s(), strict=True)]
         self.note(f"{self._live()} live streams; processor time of routers {', '.join(f'{s:.0%}' for s in shares)}")
+
+    def _routers_cpu_s(self) -> list[float]:
+        """Return the processor time of each router. Raises CannotMeasure when one has ended."""
+        try:
+            return [sum(process.cpu_times()[:2]) for process in self._routers]
+        except psutil.NoSuchProcess as error:
+            raise CannotMeasure(f"a router has ended: {error}") from None
 
     async def end_streams(self) -> None:
         """Begin no more streams, wait for all, and add what became of them."""
