@@ -100,15 +100,19 @@ def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
         seats = WorkerGpus(host).seats(config, plan_processes(config))
     except ConfigError as error:
         return [Finding(name="GPUs", status=Status.FAIL, detail=str(error))]
-    shared = (
-        "; workers on the same GPU share 80 % of its memory" if any(seat.sharers > 1 for seat in seats.values()) else ""
-    )
-    placed = (f"{name} on GPU {', '.join(map(str, seat.gpus))}" for name, seat in seats.items())
-    detail = f"{num_gpus} visible: {'; '.join(placed)}{shared}"
-    idle = set(range(num_gpus)) - {gpu for seat in seats.values() for gpu in seat.gpus}
+    ranks: dict[int, list[str]] = {gpu: [] for gpu in range(num_gpus)}
+    for name, seat in seats.items():
+        for rank, gpu in enumerate(seat.gpus):
+            ranks[gpu].append(f"{name} rank {rank}" if len(seat.gpus) > 1 else name)
+    lines = [f"{num_gpus} visible, KV by {config.transfer.transport}"]
+    lines += [f"GPU {gpu}: {', '.join(names) or 'nobody'}" for gpu, names in ranks.items()]
+    if any(seat.sharers > 1 for seat in seats.values()):
+        lines.append("workers on the same GPU share 80 % of its memory")
+    detail = "\n".join(lines)
+    idle = [gpu for gpu, names in ranks.items() if not names]
     if not idle:
         return [Finding(name="GPUs", status=Status.OK, detail=detail)]
-    hint = f"GPU {', '.join(map(str, sorted(idle)))} would be idle: raise prefill.replicas or decode.replicas"
+    hint = f"GPU {', '.join(map(str, idle))} would be idle: raise prefill.replicas or decode.replicas"
     return [Finding(name="GPUs", status=Status.INFO, detail=detail, hint=hint)]
 
 

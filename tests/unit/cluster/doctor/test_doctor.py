@@ -210,14 +210,25 @@ def test_doctor_shows_gpu_of_each_worker() -> None:
     (found,) = software.gpu_table(load(None, {"decode.replicas": 2, "decode.gpus": [2, 0]}), FakeHost(3))
     assert (found.status, found.detail) == (
         Status.OK,
-        "3 visible: prefill-0 on GPU 1; decode-0 on GPU 2; decode-1 on GPU 0",
+        "3 visible, KV by auto\nGPU 0: decode-1\nGPU 1: prefill-0\nGPU 2: decode-0",
     )
     (found,) = software.gpu_table(load(None), FakeHost(1))
     assert found.detail == (
-        "1 visible: prefill-0 on GPU 0; decode-0 on GPU 0; workers on the same GPU share 80 % of its memory"
+        "1 visible, KV by auto\nGPU 0: prefill-0, decode-0\nworkers on the same GPU share 80 % of its memory"
     )
     (found,) = software.gpu_table(load(None), FakeHost(4))
     assert (found.status, found.hint.partition(":")[0]) == (Status.INFO, "GPU 2, 3 would be idle")
+
+
+def test_doctor_shows_gpu_of_each_rank() -> None:
+    ranks = {"prefill.tensor_parallel_size": 2, "decode.tensor_parallel_size": 4, "transfer.transport": "nixl"}
+    (found,) = software.gpu_table(load(None, {"prefill.replicas": 2, **ranks}), FakeHost(8))
+    placed = [
+        *(f"prefill-{n} rank {rank}" for n in (0, 1) for rank in (0, 1)),
+        *(f"decode-0 rank {n}" for n in range(4)),
+    ]
+    lines = [f"GPU {gpu}: {name}" for gpu, name in enumerate(placed)]
+    assert found.detail.splitlines() == ["8 visible, KV by nixl", *lines]
 
 
 def test_doctor_missing_gpus_fail() -> None:
