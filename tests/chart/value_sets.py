@@ -28,6 +28,11 @@ GOOD: dict[str, Values] = {
         "config": {"prefill": {"replicas": 0}, "decode": {"tensor_parallel_size": 4}},
         "decode": {"gpu": {"enabled": True}},
     },
+    "both pools of several GPUs": {
+        "config": {"prefill": {"tensor_parallel_size": 2}, "decode": {"tensor_parallel_size": 4}},
+        "prefill": {"gpu": {"enabled": True}},
+        "decode": {"gpu": {"enabled": True}},
+    },
     "ranks on a CPU": {"config": {"prefill": {"tensor_parallel_size": 2}, "decode": {"tensor_parallel_size": 4}}},
     "workers over nodes": {
         "config": {
@@ -300,9 +305,13 @@ BAD: dict[str, tuple[Values, str]] = {
         },
         "planner.enabled: decode.nodesPerWorker is 2",
     ),
-    "several GPUs hand over": (
-        {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"gpu": {"enabled": True}}},
-        "config.decode.tensor_parallel_size: 2",
+    "GPUs of several nodes hand over": (
+        {
+            "config": {"decode": {"tensor_parallel_size": 4}, "transfer": {"isolated_network": True}},
+            "decode": {"nodesPerWorker": 2, "gpu": {"enabled": True}},
+            "tls": {"kv": {"enabled": True, "existingSecret": "k"}},
+        },
+        "decode.nodesPerWorker: 2: GPUs of several nodes",
     ),
     "int8 on a GPU": (
         {"config": {"engine": {"quantization": "int8"}}, "decode": {"gpu": {"enabled": True}}},

@@ -231,8 +231,8 @@ builtin
 {{- end -}}
 {{- end -}}
 {{- include "tandem.checkNodes" . -}}
-{{- if and .pool.gpu.enabled (gt (int .settings.tensor_parallel_size) 1) (gt (int .c.prefill.replicas) 0) -}}
-{{- fail (printf "config.%s.tensor_parallel_size: %d: this chart does not offer the hand-off between workers of several GPUs yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
+{{- if and .pool.gpu.enabled (gt (int .pool.nodesPerWorker) 1) (gt (int .c.prefill.replicas) 0) -}}
+{{- fail (printf "%s.nodesPerWorker: %d: GPUs of several nodes cannot hand off KV yet: one node per worker, or config.prefill.replicas: 0" .name (int .pool.nodesPerWorker)) -}}
 {{- end -}}
 {{- $quantization := .settings.quantization | default .c.engine.quantization -}}
 {{- if and .pool.gpu.enabled (has $quantization (list "int8" "int4")) -}}
