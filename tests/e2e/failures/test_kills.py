@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import pytest_asyncio
 
-from tests.proofs.kills.campaign import PATIENT, SHAPE, WITHIN, Campaign, Workers
+from tests.proofs.kills.campaign import PATIENT, SHAPE, WITHIN, Campaign, Workers, private_ranks
 from tests.proofs.kills.clients import MAX_TOKENS, RIGHT, Clients, known_prompts
 from tests.proofs.kills.table import lines
 from tests.support.running_cluster import running
@@ -42,6 +42,23 @@ async def test_workers_killed_mid_transfer_corrupt_nothing(workers, prompts, num
     print(transport(workers), *lines(report), sep="\n")
     assert not report.problems, "\n".join(lines(report))
     assert len(report.kills) == num_kills
+    assert report.outcomes[RIGHT] > num_kills
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("sizes", "num_kills"), [((2, 2), 200), ((1, 4), 20), ((4, 1), 20), ((2, 4), 20)], ids=["2-2", "1-4", "4-1", "2-4"]
+)
+async def test_killed_workers_and_ranks_with_kv_of_their_own_corrupt_nothing(fork_servers, prompts, sizes, num_kills):
+    shape = SHAPE | private_ranks(*sizes)
+    async with running(command=fork_servers.command, policy=PATIENT, transfer__transport="tcp", **shape) as cluster:
+        workers = Workers(cluster, fork_servers.folder)
+        report = await Campaign(workers, prompts, seed=num_kills, num_clients=16).run(num_kills)
+    print(*lines(report), sep="\n")
+    assert not report.problems, "\n".join(lines(report))
+    assert len(report.kills) == num_kills
+    assert report.num_ranks_killed
     assert report.outcomes[RIGHT] > num_kills
 
 

@@ -8,7 +8,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.proofs.kills.campaign import PATIENT, SHAPE, Campaign, Report, Workers
+from tests.proofs.kills.campaign import (
+    NUM_CLIENTS,
+    PATIENT,
+    RANKS_HELP,
+    SHAPE,
+    Campaign,
+    Report,
+    Workers,
+    private_ranks,
+    sizes_of,
+)
 from tests.proofs.kills.clients import Prompt, known_prompts
 from tests.proofs.kills.fork_server import start_fork_servers
 from tests.proofs.kills.table import lines
@@ -18,11 +28,15 @@ from tests.support.running_cluster import running
 NUM_PROMPTS = 12
 
 
-async def campaign(prompts: Sequence[Prompt], *, count: int, seed: int, transport: str) -> Report:
-    """Start a cluster, kill, stop it."""
+async def campaign(
+    prompts: Sequence[Prompt], *, count: int, seed: int, transport: str, sizes: tuple[int, int], clients: int
+) -> Report:
+    """Start a cluster, kill, stop it. `sizes`: ranks of a prefill and of a decode worker."""
+    shape = SHAPE | {"transfer__transport": transport} | ({} if sizes == (1, 1) else private_ranks(*sizes))
     with tempfile.TemporaryDirectory(prefix="kills-") as name, start_fork_servers(Path(name)) as command:
-        async with running(command=command, policy=PATIENT, transfer__transport=transport, **SHAPE) as cluster:
-            return await Campaign(Workers(cluster, Path(name)), prompts, seed=seed).run(count)
+        async with running(command=command, policy=PATIENT, **shape) as cluster:
+            workers = Workers(cluster, Path(name))
+            return await Campaign(workers, prompts, seed=seed, num_clients=clients).run(count)
 
 
 def main() -> int:
@@ -31,9 +45,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="kills that hit a transfer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", choices=("shm", "tcp"), default="shm")
+    parser.add_argument(
+        "--ranks",
+        type=sizes_of,
+        default=(1, 1),
+        metavar="P:D",
+        help=f"{RANKS_HELP}; these are killed, too",
+    )
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at any time")
     args = parser.parse_args()
     prompts = known_prompts(Oracle(), NUM_PROMPTS, seed=args.seed)
-    report = asyncio.run(campaign(prompts, count=args.count, seed=args.seed, transport=args.transport))
+    shape = {"transport": args.transport, "sizes": args.ranks, "clients": args.clients}
+    report = asyncio.run(campaign(prompts, count=args.count, seed=args.seed, **shape))
     print(f"{args.transport}, seed {args.seed}:", *lines(report), sep="\n", flush=True)
     return 1 if report.problems else 0
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cluster.supervisor.supervisor import RestartPolicy
 from kv_transfer.protocol.leases import LeaseClock
 from tests.proofs.kills.clients import RIGHT, Clients, Prompt
@@ -32,12 +34,35 @@ SHAPE: dict[str, Any] = {
     # On a slow and busy machine they wait, and are not refused.
     "router__max_queue_s": 600.0,
 }
+
+
+RANKS_HELP = "ranks of each prefill and decode worker, which have their KV for themselves; default: 1:1"
+
+
+def sizes_of(text: str) -> tuple[int, int]:
+    """Read `P:D`. Raises ValueError."""
+    prefill, decode = map(int, text.split(":"))
+    return prefill, decode
+
+
+def private_ranks(prefill: int, decode: int) -> dict[str, Any]:
+    """Return settings of workers of so many ranks, each with KV that nobody else can map."""
+    return {
+        "engine__kv_memory": "private",
+        "prefill__tensor_parallel_size": prefill,
+        "decode__tensor_parallel_size": decode,
+    }
+
+
 NUM_CLIENTS = 6
 FREE_WITHIN_S = 2.0
 _GIVE_UP_S = 10.0
 _POLL_S = 0.005
 _MAX_STEP_S = 0.5
 _LONGEST_PAUSE_S = 0.5
+_EXITED = "exited with code"
+_WRONG = ("Traceback", "CRITICAL", _EXITED)
+_OF_A_LOST_RANK = ("Traceback", "this worker cannot go on without it", "RankLost", "this process cannot go on", _EXITED)
 _WAITS_FOR_RETURN = 0.7
 """Share of the kills after which nothing else is killed until the victim is back."""
 WITHIN = ("reserved", "streaming", "sealed")
@@ -70,6 +95,8 @@ class Report:
 
     kills: list[Kill] = field(default_factory=list)
     """Within a transfer."""
+    num_ranks_killed: int = 0
+    """Of all kills, those of a rank other than the first."""
     num_missed: int = 0
     """Kills outside of every transfer."""
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -138,6 +165,12 @@ class Workers:
         return found
 
 
+def rank_pids(pid: int) -> list[int]:
+    """Return the processes of a worker's other ranks."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [one.pid for one in children if "worker.rank" in one.cmdline()]
+
+
 def unread_bytes(pid: int) -> int:
     """Bytes that a process has sent over TCP on this machine and that nobody has read yet."""
     inodes = set()
@@ -159,7 +192,10 @@ def unread_bytes(pid: int) -> int:
 class Campaign:
     """Kills until enough of them have hit a transfer."""
 
-    def __init__(self, workers: Workers, prompts: Sequence[Prompt], *, seed: int) -> None:
+    def __init__(
+        self, workers: Workers, prompts: Sequence[Prompt], *, seed: int, num_clients: int = NUM_CLIENTS
+    ) -> None:
+        self._num_clients = num_clients
         self.report = Report()
         self._workers = workers
         self._first_line = len(workers.cluster.logs.lines)
@@ -169,6 +205,8 @@ class Campaign:
         self._clients = Clients(workers.cluster, prompts, seed=seed, clock=self._now, patience=lambda: self._whole_s)
         self._draw = random.Random(seed)
         self._clock = LeaseClock(time.monotonic(), max_step_s=_MAX_STEP_S)
+        self._excused: list[int] = []
+        """Lines of the log, between the kill of a rank and its worker's return."""
         self._away: set[str] = set()
         self._returns: set[asyncio.Task[None]] = set()
 
@@ -177,7 +215,7 @@ class Campaign:
         report, started_s = self.report, self._now()
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(self._tick())
-            async with self._clients.asking(NUM_CLIENTS):
+            async with self._clients.asking(self._num_clients):
                 await self._workers.cluster.until(self._is_loaded)
                 while len(report.kills) < count and not (report.problems or self._clients.problems):
                     await self._kill_one(tasks)
@@ -223,9 +261,10 @@ class Campaign:
         await asyncio.sleep(draw.uniform(0.0, _LONGEST_PAUSE_S))
         old_pid = workers.cluster.pid(victim)
         killed_s, killed_at_s = self._now(), time.monotonic()
-        os.kill(states[victim]["pid"], signal.SIGKILL)
+        pid = draw.choice([states[victim]["pid"], *rank_pids(states[victim]["pid"])])
+        os.kill(pid, signal.SIGKILL)
         self._away.add(victim)
-        task = tasks.create_task(self._return(victim, old_pid))
+        task = tasks.create_task(self._return(victim, old_pid, is_rank=pid != states[victim]["pid"]))
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
         peers = [name for name in here if name != victim]
@@ -245,9 +284,16 @@ class Campaign:
         if len(self._away) == len(workers.names):
             await asyncio.wait(self._returns, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _return(self, name: str, old_pid: int | None) -> None:
+    async def _return(self, name: str, old_pid: int | None, *, is_rank: bool) -> None:
+        lines = self._workers.cluster.logs.lines
+        first = len(lines)
         await self._workers.come_back(name, old_pid)
         self._away.discard(name)
+        if is_rank:
+            # A worker says why it cannot go on without a rank, and ends by itself.
+            self.report.num_ranks_killed += 1
+            own = [at for at in range(first, len(lines)) if lines[at].startswith(f"{name}:")]
+            self._excused += [at for at in own if any(word in lines[at] for word in _OF_A_LOST_RANK)]
 
     async def _freed(self, name: str, dead: int, since: int, killed_s: float) -> tuple[float, list[dict[str, Any]]]:
         """When a peer held nothing more for a dead worker, in seconds from the kill; what it had under way with it."""
@@ -260,8 +306,15 @@ class Campaign:
             await asyncio.sleep(_POLL_S)
 
     def _unexpected_exits(self, num_kills: int) -> list[str]:
-        lines = self._workers.cluster.logs.lines[self._first_line :]
-        found = [line for line in lines if "Traceback" in line or "CRITICAL" in line or "exited with code" in line]
-        if (num_ended := sum("was ended by SIGKILL; restart" in line for line in lines)) != num_kills:
-            found.append(f"{num_ended} workers were ended by a kill, {num_kills} kills")
+        logged = self._workers.cluster.logs.lines
+        lines = {at: line for at, line in enumerate(logged) if at >= self._first_line}
+        wrong = {at for at, line in lines.items() if any(word in line for word in _WRONG)}
+        found = [lines[at] for at in sorted(wrong - set(self._excused))]
+        num_ended = sum("was ended by SIGKILL; restart" in line for line in lines.values())
+        num_lost = sum(_EXITED in lines[at] for at in wrong & set(self._excused))
+        if (num_ended, num_lost) != (num_kills - self.report.num_ranks_killed, self.report.num_ranks_killed):
+            found.append(
+                f"{num_ended} workers were ended by a kill and {num_lost} for want of a rank; "
+                f"{num_kills} kills, {self.report.num_ranks_killed} of ranks"
+            )
         return found

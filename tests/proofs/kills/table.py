@@ -12,7 +12,8 @@ def quantile(sorted_values: Sequence[float], share: float) -> float:
 
 def lines(report: Report) -> Iterator[str]:
     """Kills by the victim's role and what they hit, then the requests, then what was wrong."""
-    yield f"{len(report.kills)} kills within a transfer and {report.num_missed} outside, {report.seconds:.0f} s"
+    ranks = f", {report.num_ranks_killed} of them of a rank alone" if report.num_ranks_killed else ""
+    yield f"{len(report.kills)} kills within a transfer and {report.num_missed} outside{ranks}, {report.seconds:.0f} s"
     hit = f"transfers hit: {', '.join(WITHIN)}"
     yield f"{'victim':9}{'kills':>6}  {hit:42}{'blocks':>7}  free after, ms: median p99 max"
     for role in ("prefill", "decode"):

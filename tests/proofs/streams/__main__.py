@@ -7,21 +7,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.proofs.kills.campaign import PATIENT, Workers
+from tests.proofs.kills.campaign import PATIENT, RANKS_HELP, Workers, sizes_of
 from tests.proofs.kills.fork_server import start_fork_servers
-from tests.proofs.streams.campaign import SHAPE, Campaign, Fault, Report, learn, lines
+from tests.proofs.streams.campaign import NUM_STREAMS, SHAPE, Campaign, Fault, Report, learn, lines, ranked
 from tests.support.oracle import Oracle
 from tests.support.running_cluster import running
 
 NUM_KNOWN = 24
 
 
-async def campaign(oracle: Oracle, faults: dict[Fault, int], *, seed: int) -> Report:
-    """Start a cluster, inject faults, stop it."""
+async def campaign(oracle: Oracle, faults: dict[Fault, int], *, seed: int, sizes: tuple[int, int]) -> Report:
+    """Start a cluster, inject faults, stop it. `sizes`: ranks of a prefill and of a decode worker."""
+    shape, num_streams = (SHAPE, NUM_STREAMS) if sizes == (1, 1) else (ranked(*sizes), NUM_STREAMS // 2)
     with tempfile.TemporaryDirectory(prefix="streams-") as name, start_fork_servers(Path(name)) as command:
-        async with running(command=command, policy=PATIENT, **SHAPE) as cluster:
+        async with running(command=command, policy=PATIENT, **shape) as cluster:
             known = await learn(cluster.local.http_url, oracle, NUM_KNOWN, seed=seed)
-            return await Campaign(Workers(cluster, Path(name)), known, seed=seed).run(faults)
+            workers = Workers(cluster, Path(name))
+            return await Campaign(workers, known, seed=seed, num_streams=num_streams).run(faults)
 
 
 def main() -> int:
@@ -31,10 +33,13 @@ def main() -> int:
     parser.add_argument("--freezes", type=int, default=0)
     parser.add_argument("--thaws", type=int, default=0)
     parser.add_argument("--drains", type=int, default=0)
+    parser.add_argument("--rank-kills", type=int, default=0, help="of workers that have several")
+    parser.add_argument("--ranks", type=sizes_of, default=(1, 1), metavar="P:D", help=RANKS_HELP)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     faults = {Fault.KILL: args.kills, Fault.FREEZE: args.freezes, Fault.THAW: args.thaws, Fault.DRAIN: args.drains}
-    report = asyncio.run(campaign(Oracle(), faults, seed=args.seed))
+    faults[Fault.RANK] = args.rank_kills
+    report = asyncio.run(campaign(Oracle(), faults, seed=args.seed, sizes=args.ranks))
     print(f"seed {args.seed}:", *lines(report), sep="\n", flush=True)
     return 1 if report.problems else 0
 

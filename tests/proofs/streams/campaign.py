@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from tests.proofs.kills.campaign import Workers
+from tests.proofs.kills.campaign import Workers, private_ranks, rank_pids
 from tests.proofs.kills.table import quantile
 from tests.proofs.streams.reader import Answer, ask
 from tests.support.oracle import Oracle
@@ -35,6 +35,12 @@ _SETTLED_S = 3.0
 """A pause is attributed to a fault if it begins within this time of it."""
 
 
+def ranked(prefill: int, decode: int) -> dict[str, Any]:
+    """Return the shape of a cluster of workers of so many ranks, with one decode worker less, for there are more
+    processes."""
+    return SHAPE | private_ranks(prefill, decode) | {"decode__replicas": 2}
+
+
 class Fault(Enum):
     """How a worker ends."""
 
@@ -44,13 +50,15 @@ class Fault(Enum):
     THAW = "frozen, thawed"
     """Stopped, and let go on once it was given up: the same process comes back, to a router that went on without it."""
     DRAIN = "drain"
+    RANK = "kill -9 of a rank"
+    """Of another than the first; a worker ends without it."""
 
     @property
     def signal(self) -> signal.Signals:
         """What it begins with."""
         if self in {Fault.FREEZE, Fault.THAW}:
             return signal.SIGSTOP
-        return signal.SIGKILL if self is Fault.KILL else signal.SIGTERM
+        return signal.SIGTERM if self is Fault.DRAIN else signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,7 @@ class InjectedFault:
 class Report:
     """What a campaign came to."""
 
+    num_streams: int
     injected: list[InjectedFault] = field(default_factory=list)
     num_answers: int = 0
     num_choices: int = 0
@@ -108,10 +117,11 @@ async def learn(base_url: str, oracle: Oracle, count: int, *, seed: int) -> list
 
 
 class Campaign:
-    """One cluster, `NUM_STREAMS` streams at any time."""
+    """One cluster, and a number of streams at any time."""
 
-    def __init__(self, workers: Workers, known: Sequence[Known], *, seed: int) -> None:
-        self.report = Report()
+    def __init__(self, workers: Workers, known: Sequence[Known], *, seed: int, num_streams: int = NUM_STREAMS) -> None:
+        self._num_streams = num_streams
+        self.report = Report(num_streams=num_streams)
         self._workers = workers
         self._known = known
         self._draw = random.Random(seed)
@@ -125,7 +135,7 @@ class Campaign:
         order = [fault for fault, count in faults.items() for _ in range(count)]
         self._draw.shuffle(order)
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(NUM_STREAMS):
+            for _ in range(self._num_streams):
                 tasks.create_task(self._stream_on())
             await self._workers.cluster.until(self._is_loaded)
             for fault in order:
@@ -145,7 +155,7 @@ class Campaign:
     async def _is_loaded(self) -> bool:
         """Whether most streams receive tokens: one that has ended takes a moment to be followed by another."""
         streaming = await self._workers.cluster.figure("vllm:num_requests_running")
-        return streaming > NUM_STREAMS / 2 or bool(self.report.problems)
+        return streaming > self._num_streams / 2 or bool(self.report.problems)
 
     async def _stream_on(self) -> None:
         while not self._stopping and not self.report.problems:
@@ -165,7 +175,7 @@ class Campaign:
         pid, old_pid = (await workers.look(victim))["pid"], workers.cluster.pid(victim)
         await asyncio.sleep(draw.uniform(0.0, _REST_S))
         self.report.injected.append(InjectedFault(fault=fault, victim=victim, at_s=time.monotonic()))
-        os.kill(pid, fault.signal)
+        os.kill(draw.choice(rank_pids(pid)) if fault is Fault.RANK else pid, fault.signal)
         if fault.signal is signal.SIGSTOP:
             await workers.cluster.until(lambda: self._gone(victim))
             os.kill(pid, signal.SIGKILL if fault is Fault.FREEZE else signal.SIGCONT)
@@ -201,7 +211,8 @@ def lines(report: Report) -> Iterator[str]:
     victims = Counter(injected.victim.partition("-")[0] for injected in report.injected)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     yield (
-        f"{len(report.injected)} faults ({counts}; {dict(victims)}) under {NUM_STREAMS} streams, {report.seconds:.0f} s"
+        f"{len(report.injected)} faults ({counts}; {dict(victims)}) under {report.num_streams} streams, "
+        f"{report.seconds:.0f} s"
     )
     yield f"{report.num_answers} answers of {report.num_choices} choices; retries: {dict(report.num_continued)}"
     yield f"{'longest pause of a choice, ms':32}{'choices':>8}{'p50':>8}{'p99':>8}{'max':>8}"
