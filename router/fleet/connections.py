@@ -145,8 +145,12 @@ class WorkerFleet:
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
         """Run one session; return why it ended, and whether it was ever open."""
         try:
-            async with self._open_channel(address.address) as channel:
+            async with AsyncExitStack() as until_moved:
+                channel = await until_moved.enter_async_context(self._open_channel(address.address))
                 session = await self._open_session(channel, address)
+                if session.info.is_direct:
+                    # It has done its part, and takes 56 KB and a connection.
+                    await until_moved.aclose()
                 if session.info.role is not address.role:
                     session.close()
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
