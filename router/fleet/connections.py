@@ -104,29 +104,32 @@ class WorkerFleet:
         num_failures = 0
         logged = ""
         while address in self._wanted:
-            if num_failures and not await self._is_reached(address):
-                num_failures += 1
-            else:
-                reason, lived = await self._converse(address)
-                num_failures = 1 if lived else num_failures + 1
-                if not lived and reason != logged:
-                    logger.warning("no session with %s: %s", address.address, reason)
-                logged = reason
+            unreached = await self._unreached(address) if num_failures else None
+            reason, lived = unreached or await self._converse(address)
+            num_failures = 1 if lived else num_failures + 1
+            if not lived and reason != logged:
+                logger.warning("no session with %s: %s", address.address, reason)
+            logged = reason
             await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
         # Reached only when a session outlived its address: otherwise the code that cancels this task removes it.
         del self._keepers[address]
         self._stays_until_s.pop(address, None)
 
-    async def _is_reached(self, address: WorkerAddress) -> bool:
-        """Whether anybody listens there. Many workers may be gone at once, and a channel that fails costs much."""
+    async def _unreached(self, address: WorkerAddress) -> tuple[str, bool] | None:
+        """Return, as `_converse` does, that nobody listens there; None: somebody does, or it is no address.
+
+        Many workers may be gone at once, and a channel that fails costs much.
+        """
         if self._knock is None:
-            return True
+            return None
         try:
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 await self._knock(address.address)
+        except ConfigError:
+            return None  # the channel says it, too
         except OSError:
-            return False
-        return True
+            return "nobody listens there", False
+        return None
 
     async def _open_session(self, channel: grpc.aio.Channel, address: WorkerAddress) -> WorkerSession:
         """Exchange HELLOs; where no direct connection is possible, again and for a session that stays with gRPC."""

@@ -143,11 +143,14 @@ class ClusterChannels:
         keep_alive(sock)
 
     async def knock(self, address: str) -> None:
-        """Open a TCP connection to a peer, and close it without a word. Raises OSError where nobody listens.
+        """Open a TCP connection to a peer, and close it without a word.
 
-        It costs a tenth of a channel that fails.
+        Raises OSError where nobody listens, and ConfigError for no address. It costs a tenth of a channel that fails.
         """
-        host, port = split(address)
+        try:
+            host, port = split(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, host, port)
         transport.abort()
 

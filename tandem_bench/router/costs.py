@@ -58,6 +58,7 @@ class ServerCosts:
     next_turn_ms: tuple[float, float]
     """Processor time for tokenizing a long conversation's next turn: all of it, and with its history known."""
     requests_per_s: float
+    """Of one router, tokenizing included, from NUM_CLIENTS_AT_CAPACITY."""
     stream_tokens_per_cpu_s: float
     stream_tokens_per_s: float
 
@@ -79,6 +80,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2, tls: bool = False
         many = load(url, router, connections=NUM_CLIENTS_AT_CAPACITY, requests=2 * num_requests)
     with cluster(num_workers=num_workers, tls=tls) as (url, router):
         whole = load(url, router, connections=NUM_CLIENTS, requests=num_requests)
+        busy = load(url, router, connections=NUM_CLIENTS_AT_CAPACITY, requests=num_requests)
         body = chat_body(max_tokens=STREAM_TOKENS, stream=True)
         run_client(url, body, connections=NUM_STREAMS, requests=NUM_STREAMS)
         before_s = cpu_s(router)
@@ -94,7 +96,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2, tls: bool = False
         tokenize_ms=tokenize_ms,
         bare_tokenize_ms=bare_ms,
         next_turn_ms=tokenizing_next_turn(directory),
-        requests_per_s=many.requests_per_s,
+        requests_per_s=busy.requests_per_s,
         stream_tokens_per_cpu_s=num_tokens / stream_s,
         stream_tokens_per_s=num_tokens / streamed["seconds"],
     )

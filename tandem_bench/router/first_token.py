@@ -2,6 +2,9 @@
 
 The workers answer at once, so what passes from when a request is due until its first event is the router's, but for a
 worker's and the client's own part. Requests come as a Poisson process, and none waits for another's answer.
+
+"What it can take" is what client, server and workers can together, on one machine. For peers that are faster than
+Python, that is the client's and the upstream's limit, which are Python; their times are mostly these two's, too.
 """
 
 from collections.abc import Callable, Sequence

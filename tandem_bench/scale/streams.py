@@ -1,8 +1,8 @@
 """`python -m tandem_bench.scale.streams ...`: a client of many streams at a time, which checks every answer.
 
 As many streams as `--streams` are kept alive, each over a connection of its own; one that has ended is followed by
-another. On SIGTERM no more begin, and the process ends with the last one. Each second a line of JSON tells what there
-has been.
+another. A stream is live while its tokens come. On SIGTERM no more begin, and the process ends with the last one. Each
+second a line of JSON tells what there has been.
 """
 
 import argparse
@@ -17,10 +17,14 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from router.http.server.connection_limits import raise_file_limit
 from tandem_bench.router.overload import quantile
 
+LIVE_S = 5.0
+"""A stream whose last token is older is not live."""
 HUNG_S = 60.0
 """Silence after which a stream counts as hung."""
+SHARES = {"p50": 0.5, "p99": 0.99, "greatest": 1.0}
 _PROMPT_TOKENS = 32
 _PROMPT_IDS = range(300, 1000)
 _LOOK_S = 1.0
@@ -41,6 +45,8 @@ class Stream(asyncio.Protocol):
         self._unread = b""
         self._texts: list[str] = []
         self.num_tokens = 0
+        self.first_wait_s = 0.0
+        """From its begin to its first token."""
         self.last_s = time.monotonic()
         """When its last token came, or it began."""
         self.longest_pause_s = 0.0
@@ -48,6 +54,9 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # narrows: it is a connection
+        if self._on_end is None:
+            transport.abort()
+            return
         self._transport = transport
         transport.write(self._request)
 
@@ -74,6 +83,8 @@ class Stream(asyncio.Protocol):
             now_s = time.monotonic()
             if self.num_tokens:
                 self.longest_pause_s = max(self.longest_pause_s, now_s - self.last_s)
+            else:
+                self.first_wait_s = now_s - self.last_s
             self.num_tokens, self.last_s = self.num_tokens + 1, now_s
             self._texts.append(text)
 
@@ -103,6 +114,8 @@ class StreamLoad:
         self._rng = rng
         self._live: set[Stream] = set()
         self._pauses_s: list[float] = []
+        self._first_waits_s: list[float] = []
+        self._num_begun = 0
         self.ended: Counter[str] = Counter()
         self.is_over = False
         """Whether no more streams are to begin."""
@@ -114,6 +127,7 @@ class StreamLoad:
             ended: asyncio.Future[None] = loop.create_future()
             stream = self._make(ended)
             self._live.add(stream)
+            self._num_begun += 1
             try:
                 await loop.create_connection(partial(_same, stream), "127.0.0.1", self._port)
             except OSError as error:
@@ -134,7 +148,10 @@ class StreamLoad:
         def on_end(stream: Stream, how: str) -> None:
             self.ended[how] += 1
             self._live.discard(stream)
-            self._pauses_s.append(stream.longest_pause_s)
+            if stream.num_tokens:
+                self._first_waits_s.append(stream.first_wait_s)
+            if stream.num_tokens > 1:
+                self._pauses_s.append(stream.longest_pause_s)
             ended.set_result(None)
 
         return Stream(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + content, wanted, on_end)
@@ -149,10 +166,20 @@ class StreamLoad:
             await asyncio.sleep(_LOOK_S)
 
     def tell(self) -> None:
-        live = sum(stream.num_tokens > 0 for stream in self._live)
-        pauses_s = {str(share): quantile(self._pauses_s, share) for share in (0.5, 0.99, 1.0) if self._pauses_s}
-        sys.stdout.write(json.dumps({"live": live, "ended": self.ended, "pauses_s": pauses_s}) + "\n")
+        since_s = time.monotonic() - LIVE_S
+        told = {
+            "live": sum(stream.num_tokens > 0 and stream.last_s > since_s for stream in self._live),
+            "begun": self._num_begun,
+            "ended": self.ended,
+            "pauses_s": _quantiles(self._pauses_s),
+            "first_waits_s": _quantiles(self._first_waits_s),
+        }
+        sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {name: quantile(values, share) for name, share in SHARES.items()} if values else {}
 
 
 def _same(stream: Stream) -> Stream:
@@ -179,7 +206,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True, help="of an answer on average")
     parser.add_argument("--texts", required=True, help="JSON: the texts that every answer repeats")
     parser.add_argument("--seed", type=int, required=True)
-    asyncio.run(_run(parser.parse_args()))
+    options = parser.parse_args()
+    raise_file_limit()
+    asyncio.run(_run(options))
 
 
 if __name__ == "__main__":

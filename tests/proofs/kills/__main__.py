@@ -54,6 +54,8 @@ def main() -> int:
     )
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at any time")
     args = parser.parse_args()
+    if args.ranks != (1, 1) and args.transport == "shm":
+        parser.error("--ranks needs --transport tcp: memory that nobody else can map does not travel by shm")
     prompts = known_prompts(Oracle(), NUM_PROMPTS, seed=args.seed)
     shape = {"transport": args.transport, "sizes": args.ranks, "clients": args.clients}
     report = asyncio.run(campaign(prompts, count=args.count, seed=args.seed, **shape))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -62,7 +63,10 @@ _MAX_STEP_S = 0.5
 _LONGEST_PAUSE_S = 0.5
 _EXITED = "exited with code"
 _WRONG = ("Traceback", "CRITICAL", _EXITED)
-_OF_A_LOST_RANK = ("Traceback", "this worker cannot go on without it", "RankLost", "this process cannot go on", _EXITED)
+_WITHOUT_RANK = "this worker cannot go on without it"
+_RAISED = re.compile(r"[\w-]+:[ |+]*(?:[\w]+\.)*(\w+): ")
+"""The last line of a traceback, of an exception of this class."""
+_OF_A_LOST_RANK = frozenset({"RankLost", "ExceptionGroup", "BaseExceptionGroup"})
 _WAITS_FOR_RETURN = 0.7
 """Share of the kills after which nothing else is killed until the victim is back."""
 WITHIN = ("reserved", "streaming", "sealed")
@@ -167,8 +171,13 @@ class Workers:
 
 def rank_pids(pid: int) -> list[int]:
     """Return the processes of a worker's other ranks."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [one.pid for one in children if "worker.rank" in one.cmdline()]
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "worker.rank" in one.cmdline():
+                    found.append(one.pid)
+    return found
 
 
 def unread_bytes(pid: int) -> int:
@@ -260,8 +269,8 @@ class Campaign:
         states = {name: await workers.look(name) for name in here}
         await asyncio.sleep(draw.uniform(0.0, _LONGEST_PAUSE_S))
         old_pid = workers.cluster.pid(victim)
-        killed_s, killed_at_s = self._now(), time.monotonic()
         pid = draw.choice([states[victim]["pid"], *rank_pids(states[victim]["pid"])])
+        killed_s, killed_at_s = self._now(), time.monotonic()
         os.kill(pid, signal.SIGKILL)
         self._away.add(victim)
         task = tasks.create_task(self._return(victim, old_pid, is_rank=pid != states[victim]["pid"]))
@@ -290,10 +299,18 @@ class Campaign:
         await self._workers.come_back(name, old_pid)
         self._away.discard(name)
         if is_rank:
-            # A worker says why it cannot go on without a rank, and ends by itself.
             self.report.num_ranks_killed += 1
-            own = [at for at in range(first, len(lines)) if lines[at].startswith(f"{name}:")]
-            self._excused += [at for at in own if any(word in lines[at] for word in _OF_A_LOST_RANK)]
+            self._excuse(name, first)
+
+    def _excuse(self, name: str, first: int) -> None:
+        """Expect that a worker says, from line `first` on, why it cannot go on without a rank, and ends: that alone."""
+        lines = self._workers.cluster.logs.lines
+        own = [at for at in range(first, len(lines)) if lines[at].startswith(f"{name}:")]
+        end = next((nth for nth, at in enumerate(own) if _EXITED in lines[at]), len(own))
+        own = own[: end + 1]
+        raised = {found[1] for at in own if (found := _RAISED.match(lines[at]))}
+        if any(_WITHOUT_RANK in lines[at] for at in own) and raised <= _OF_A_LOST_RANK:
+            self._excused += own
 
     async def _freed(self, name: str, dead: int, since: int, killed_s: float) -> tuple[float, list[dict[str, Any]]]:
         """When a peer held nothing more for a dead worker, in seconds from the kill; what it had under way with it."""

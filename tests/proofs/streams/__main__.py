@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=sizes_of, default=(1, 1), metavar="P:D", help=RANKS_HELP)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.rank_kills and 1 in args.ranks:
+        parser.error("--rank-kills needs --ranks with several ranks in both pools")
     faults = {Fault.KILL: args.kills, Fault.FREEZE: args.freezes, Fault.THAW: args.thaws, Fault.DRAIN: args.drains}
     faults[Fault.RANK] = args.rank_kills
     report = asyncio.run(campaign(Oracle(), faults, seed=args.seed, sizes=args.ranks))

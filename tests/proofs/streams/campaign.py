@@ -173,9 +173,10 @@ class Campaign:
         workers, draw = self._workers, self._draw
         victim = draw.choice(workers.names)
         pid, old_pid = (await workers.look(victim))["pid"], workers.cluster.pid(victim)
+        struck = draw.choice(rank_pids(pid)) if fault is Fault.RANK else pid
         await asyncio.sleep(draw.uniform(0.0, _REST_S))
         self.report.injected.append(InjectedFault(fault=fault, victim=victim, at_s=time.monotonic()))
-        os.kill(draw.choice(rank_pids(pid)) if fault is Fault.RANK else pid, fault.signal)
+        os.kill(struck, fault.signal)
         if fault.signal is signal.SIGSTOP:
             await workers.cluster.until(lambda: self._gone(victim))
             os.kill(pid, signal.SIGKILL if fault is Fault.FREEZE else signal.SIGCONT)

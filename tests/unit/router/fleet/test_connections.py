@@ -132,6 +132,39 @@ async def test_channel_to_lost_worker_is_opened_again_only_when_somebody_listens
         assert opened == [worker.address] * 2
 
 
+async def test_address_that_is_none_ends_nothing_but_its_own_attempts() -> None:
+    directory, registry, channels, tries = Changing(), WatchedRegistry(), ClusterChannels(None), asyncio.Queue[str]()
+
+    async def knock(address: str) -> None:
+        tries.put_nowait(address)
+        await channels.knock(address)
+
+    async with FakeWorker("d0") as worker, fleet(directory, registry, knock=knock):
+        directory.name("a..b:9000", worker.address)
+        await registry.until_live(1)
+        for _ in range(3):
+            assert await tries.get() == "a..b:9000"
+        assert len(registry.snapshots()) == 1
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+async def test_channel_of_hello_is_closed_once_the_session_has_moved(is_direct: bool) -> None:
+    directory, registry, channels, closed = Changing(), WatchedRegistry(), ClusterChannels(None), []
+
+    @asynccontextmanager
+    async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+        async with channels.open(address) as channel:
+            yield channel
+        closed.append(address)
+
+    connect = channels.connect if is_direct else None
+    async with FakeWorker("d0") as worker, fleet(directory, registry, open_channel, connect):
+        directory.say(worker)
+        await registry.until_live(1)
+        assert registry.snapshots()[0].info.is_direct is is_direct
+        assert closed == [worker.address] * is_direct
+
+
 async def test_address_returning_in_time_is_kept() -> None:
     directory, registry = Changing(), WatchedRegistry()
     async with FakeWorker("d0") as worker, fleet(directory, registry):
