@@ -115,6 +115,8 @@ class MockWorker:
             self._has_work.set()
             if not self._step_s:
                 self._step()
+        elif kind == "resync":
+            self.send_snapshot(port)
         elif kind == "cancel":
             self._running.pop((port, message.cancel.request_id), None)
 

@@ -81,9 +81,9 @@ def _nginx(step_ms: float) -> Iterator[tuple[str, psutil.Process]]:
     if nginx is None:
         raise CannotMeasure("nginx is not installed (Debian: apt-get install nginx-light)")
     with ExitStack() as stack:
-        folder, upstream, port = _beginning(stack, step_ms)
+        folder, upstream_port, port = _beginning(stack, step_ms)
         file = folder / "nginx.conf"
-        file.write_text(_CONFIG.format(folder=folder, upstream=upstream, port=port))
+        file.write_text(_CONFIG.format(folder=folder, upstream=upstream_port, port=port))
         process = router_costs.start(
             stack, [nginx, "-c", str(file), "-e", str(folder / "log")], stderr=subprocess.DEVNULL
         )
@@ -100,10 +100,16 @@ def _sglang_router(step_ms: float) -> Iterator[tuple[str, psutil.Process]]:
     """Run sglang's router; yields its URL and its process."""
     python = ensure(_SGLANG, lambda _: None)
     with ExitStack() as stack:
-        folder, upstream, port = _beginning(stack, step_ms)
+        folder, upstream_port, port = _beginning(stack, step_ms)
         (metrics,) = router_costs.free_ports(1)
         log = stack.enter_context((folder / "log").open("wb"))
-        command = [str(python), "-m", "sglang_router.launch_router", "--worker-urls", f"http://127.0.0.1:{upstream}"]
+        command = [
+            str(python),
+            "-m",
+            "sglang_router.launch_router",
+            "--worker-urls",
+            f"http://127.0.0.1:{upstream_port}",
+        ]
         command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
         process = router_costs.start(stack, [*command, "--log-level", "warn"], stdout=log, stderr=log)
         url = f"http://127.0.0.1:{port}"
@@ -111,14 +117,24 @@ def _sglang_router(step_ms: float) -> Iterator[tuple[str, psutil.Process]]:
         yield url, psutil.Process(process.pid)
 
 
+@contextmanager
+def upstream(*, step_ms: float) -> Iterator[str]:
+    """Run an HTTP server with fixed answers; yields its URL. `step_ms`: time of an event."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
+        (port,) = router_costs.free_ports(1)
+        command = [sys.executable, "-m", "tandem_bench.router.upstream", "--port", str(port)]
+        process = router_costs.start(stack, [*command, "--step-ms", str(step_ms)])
+        _wait(f"http://127.0.0.1:{port}", process, folder / "upstream")
+        yield f"http://127.0.0.1:{port}"
+
+
 def _beginning(stack: ExitStack, step_ms: float) -> tuple[Path, int, int]:
     """Return a folder, the port of a running upstream, and a port for the proxy."""
+    url = stack.enter_context(upstream(step_ms=step_ms))
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
-    upstream, port = router_costs.free_ports(2)
-    command = [sys.executable, "-m", "tandem_bench.router.upstream", "--port", str(upstream), "--step-ms", str(step_ms)]
-    process = router_costs.start(stack, command)
-    _wait(f"http://127.0.0.1:{upstream}", process, folder / "upstream")
-    return folder, upstream, port
+    (port,) = router_costs.free_ports(1)
+    return folder, int(url.rpartition(":")[2]), port
 
 
 def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -73,6 +73,8 @@ class Life:
                     ("shared memory", shared, RESOLUTION_SHARED_MB),
                 )
             ),
+            # What fills up grows less and less; what leaks does not.
+            figure(f"{self.name}: growth of own memory in the second half", _late_growth(times_s, own), "MB/h"),
             figure(f"{self.name}: RSS at the end", own[-1] + shared[-1], "MB"),
             *(
                 figure(
@@ -87,6 +89,11 @@ class Life:
                 )
             ),
         ]
+
+
+def _late_growth(times_s: Sequence[float], values: Sequence[float]) -> float:
+    half = len(times_s) // 2
+    return slope(times_s[half:], values[half:]) * 3600
 
 
 def slope(times_s: Sequence[float], values: Sequence[float]) -> float:

@@ -50,6 +50,15 @@ def test_soak_growth_is_distinguished_from_noise(mb_per_hour: float, num_wrong: 
     assert num_missed(rows) == num_wrong
 
 
+def test_growth_in_the_second_half_tells_what_fills_up_from_what_leaks() -> None:
+    def late(own_mb: Callable[[float], float]) -> float:
+        rows = life(hours=2.0, own_mb=own_mb).rows(warm_up_s=0.0, least_s=60.0)
+        return next(row.value for row in rows if row.name.endswith("in the second half"))
+
+    assert late(lambda at: 100 + min(50.0, 100 * at)) == 0.0
+    assert late(lambda at: 100 + 3 * at) == pytest.approx(3.0)
+
+
 def test_short_soak_is_judged_by_a_megabyte_in_total() -> None:
     def wrong(mb_per_hour: float) -> int:
         one = life(hours=0.1, own_mb=lambda at: 100 + mb_per_hour * at)
