@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from tandem_bench.engine import options as engine_options
 from tandem_bench.errors import CannotMeasure, require_extra
 from tandem_bench.report import Row
 from tandem_bench.router import options as router_options
-from tandem_bench.scale import options as scale_options
 from tandem_bench.transfer import options as transfer_options
 
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     isolation = subjects.add_parser("isolation", help="what TTFT tells one tenant of another's prompts; 3 minutes")
     _add_isolation_options(isolation)
     scale = subjects.add_parser("scale", help="a thousand workers, thousands of streams, and storms; 8 minutes")
-    scale_options.add_options(scale)
+    _add_scale_options(scale)
     return made
 
 
@@ -101,6 +101,28 @@ def _add_soak_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the load; default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+
+
+def _add_scale_options(parser: argparse.ArgumentParser) -> None:
+    for name, least, default, text in (
+        ("workers", 3, 1000, "workers"),
+        ("routers", 1, 2, "router processes, each with a session to every worker"),
+        ("streams", 1, 5000, "streams that are alive at a time, of a token each second"),
+        ("storm", 1, 100, "workers that crash, come or leave at once"),
+        ("tokens", 4, 60, "tokens of an answer on average"),
+        ("seconds", 1, 20, "seconds before and after each storm"),
+        ("seed", 0, 1, "of the prompts"),
+    ):
+        shown = f"{text}; default: {default}"
+        parser.add_argument(f"--{name}", type=partial(_at_least, least), default=default, metavar="N", help=shown)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+
+
+def _at_least(least: int, text: str) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+    return value
 
 
 def _above_zero(text: str) -> float:

@@ -1,7 +1,7 @@
 """Where the router's processor time goes: microseconds of each stage of one chat request, and of one streamed token.
 
-A router samples its own processor time (`tandem_bench.router.sampled_router`) while it is loaded as by `doors`. A
-sample counts for the stage of its innermost frame that belongs to one, so helpers count for their callers. The stages
+A router samples its own processor time (`tandem_bench.router.variants.sampled_router`) while it is loaded as by
+`doors`. A sample counts for the stage of its innermost frame that belongs to one, so helpers count for their callers. The stages
 of the event loop's thread share the time that the kernel counted for that thread, so that the table adds up. A token
 carries its share of its request's cost.
 """
@@ -141,7 +141,7 @@ def _watch(kind: str, *, num_workers: int, requests: int, streams: int) -> tuple
     with tempfile.TemporaryDirectory(prefix="bench-budget-") as folder:
         stacks = Path(folder) / "stacks"
         os.mkfifo(stacks, 0o600)
-        module = (f"tandem_bench.router.{kind}", str(stacks))
+        module = (f"tandem_bench.router.variants.{kind}", str(stacks))
         with cluster(num_workers=num_workers, module=module) as (url, router):
             by_request, by_token = _Watched(router, stacks), _Watched(router, stacks)
             body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)

@@ -74,7 +74,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2, tls: bool = False
     """Run one round: a router, its workers and a client in processes of their own. `tls`: between the first two."""
     directory = model_directory("builtin")
     tokenize_ms, bare_ms = tokenizing(directory)
-    remembering = ("tandem_bench.router.remembering_router",)
+    remembering = ("tandem_bench.router.variants.remembering_router",)
     with cluster(num_workers=num_workers, tls=tls, module=remembering) as (url, router):
         few = load(url, router, connections=NUM_CLIENTS, requests=num_requests)
         many = load(url, router, connections=NUM_CLIENTS_AT_CAPACITY, requests=2 * num_requests)

@@ -1,4 +1,4 @@
-"""`python -m tandem_bench.router.remembering_router ...`: a router whose tokenizer encodes each text once.
+"""`python -m tandem_bench.router.variants.remembering_router ...`: a router whose tokenizer encodes each text once.
 
 All requests of `doors` are alike, so from the second on they cost what a router takes for everything but tokenizing.
 To subtract what a tokenizer takes in a loop does not tell that: between other work it takes up to twice as long.

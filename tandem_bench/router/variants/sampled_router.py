@@ -1,4 +1,4 @@
-"""`python -m tandem_bench.router.sampled_router FILE ...`: a router whose processor time is sampled.
+"""`python -m tandem_bench.router.variants.sampled_router FILE ...`: a router whose processor time is sampled.
 
 SIGUSR1 begins to sample, SIGUSR2 ends it and writes the stacks to FILE, a FIFO: collapsed, outermost frame first. The
 kernel sends SIGPROF for every `PERIOD_S` of the process's time, and Python handles it between two instructions of the

@@ -1,4 +1,4 @@
-"""`python -m tandem_bench.router.counted_router FILE ...`: a router whose calls of Python functions are counted.
+"""`python -m tandem_bench.router.variants.counted_router FILE ...`: a router whose calls of functions are counted.
 
 SIGUSR1 begins to count, SIGUSR2 ends it and writes the counts to FILE, a FIFO: one line per function. Only calls on
 the event loop's thread count. Unlike processor time they are nearly the same in every run, on every machine.
