@@ -1,9 +1,9 @@
 """Where the router's processor time goes: microseconds of each stage of one chat request, and of one streamed token.
 
 A router samples its own processor time (`tandem_bench.router.variants.sampled_router`) while it is loaded as by
-`doors`. A sample counts for the stage of its innermost frame that belongs to one, so helpers count for their callers. The stages
-of the event loop's thread share the time that the kernel counted for that thread, so that the table adds up. A token
-carries its share of its request's cost.
+`doors`. A sample counts for the stage of its innermost frame that belongs to one, so helpers count for their callers.
+The stages of the event loop's thread share the time that the kernel counted for that thread, so that the table adds
+up. A token carries its share of its request's cost.
 """
 
 import os
