@@ -63,7 +63,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("hostile_sockets", "incidents", "redis"),
     ),
     "kills": _modules("tests/e2e/failures", "kills", "router_takeover", "sentinel", "stall", "standby"),
-    "streams": _modules("tests/e2e/failures", "streams"),
+    "streams": _modules("tests/e2e/failures", "scale", "streams"),
     "operation": ("tests/e2e/operation",),
 }
 """Every test belongs to one part (`tests/unit/suite/test_nightly.py`)."""
