@@ -60,12 +60,11 @@ def ports(cluster, name):
 
 
 def direct_port(cluster, view):
-    """The port at which a worker's session goes on, by whom the router is connected to."""
+    """The port at which a worker's session goes on, by whom the router is connected to: no longer over gRPC."""
     connections = psutil.Process(cluster.pid("router")).net_connections("tcp")
     reached = {one.raddr.port for one in connections if one.status == psutil.CONN_ESTABLISHED and one.raddr}
-    hello = int(view.address.rpartition(":")[2])
-    assert hello in reached
-    (port,) = (reached & ports(cluster, view.name)) - {hello}
+    assert int(view.address.rpartition(":")[2]) not in reached
+    (port,) = reached & ports(cluster, view.name)
     return port
 
 
