@@ -20,5 +20,5 @@ async def test_storms_of_workers_leave_no_stream_hanging_and_none_different() ->
     found = {row.name: row for row in rows}
     assert found["sessions of workers with routers"].value == 2 * SMALL["workers"]
     assert found["streams ended with exactly their text"].value >= SMALL["streams"]
-    assert found["streams ended and said why"].value <= 0.02 * found["streams ended with exactly their text"].value
+    assert found["streams that ended and said why"].value <= 0.02 * found["streams ended with exactly their text"].value
     assert [f"{row.name}: {row.value:.3g} {row.unit}, {row.goal}" for row in rows if row.met is False] == []
