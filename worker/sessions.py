@@ -109,8 +109,6 @@ class WorkerSessions(WorkerServicer):
         self._publisher = publisher
         self._direct = direct
         self._report_numbers = count(1)
-        self._told: pb.LoadSnapshot | None = None
-        """The last report if every router has it and it was the last word; None: the next is sent in any case."""
         self._ports: set[SessionPort] = set()
         self._draining: str | None = None
 
@@ -154,22 +152,13 @@ class WorkerSessions(WorkerServicer):
             await self._direct.close()
 
     async def send_loads(self) -> None:
-        """Send load reports forever, so that a router notices a worker that has stopped sending.
-
-        What has not changed is said half as often: a router has a thousand workers to listen to.
-        """
+        """Send load reports forever, so that a router notices a worker that has stopped sending."""
         while True:
             load = await self._handler.load()
+            load.report_number = next(self._report_numbers)
             if self._publisher is not None:
                 load.redis_publishing.CopyFrom(self._publisher.report())
-            if load != self._told:
-                self._told = load
-                told = pb.LoadSnapshot()
-                told.CopyFrom(load)
-                told.report_number = next(self._report_numbers)
-                self.broadcast(pb.WorkerMessage(load=told))
-            else:
-                self._told = None
+            self.broadcast(pb.WorkerMessage(load=load))
             await asyncio.sleep(LOAD_PERIOD_S)
 
     async def Session(self, _requests: Any, context: Any) -> None:
@@ -215,7 +204,6 @@ class WorkerSessions(WorkerServicer):
         if self._draining is not None:
             port.send(pb.WorkerMessage(draining=pb.Draining(reason=self._draining)))
         self._ports.add(port)
-        self._told = None
         self._handler.opened(port)
 
     def _close(self, port: SessionPort) -> None:
