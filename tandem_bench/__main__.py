@@ -99,6 +99,9 @@ def _add_soak_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds between two kills of a worker; default: {kill_every_s:g}",
     )
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="write each process's samples to this file: its growth over time"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the load; default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 

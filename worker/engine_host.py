@@ -28,10 +28,11 @@ from engine.types.step_output import LayersDone, Load, StepOutput
 from engine.types.token_guide import TokenGuide
 from tandem.errors import InvalidRequest, ServingError
 from tandem.process.host_memory import resident_bytes
+from tandem.protocol.session_versions import LOAD_PERIOD_S
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId
 from tandem.values.prefix_pin import PinOrder, PinResult
-from worker.session_port import LOAD_PERIOD_S, EventSink
+from worker.session_port import EventSink
 from worker.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
 from worker.work_meter import WorkMeter
 

@@ -6,14 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tandem.protocol.session_versions import SPOKEN, worker_dialect
+from tandem.protocol.session_versions import LOAD_PERIOD_S, MOST_LOAD_PERIOD_S, SPOKEN, worker_dialect
 from tandem.protocol.version_negotiation import Dialect
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 
-LOAD_PERIOD_S = 0.25
-"""Period of a worker's load reports: well below the silence after which a router gives it up
-(`router.worker_silence_s`)."""
 MAX_QUEUED_MESSAGES = 16_384
 
 _log = logging.getLogger(__name__)
@@ -39,9 +36,22 @@ class EventSink(Protocol):
 class SessionPort:
     """Queue of messages to one router."""
 
-    def __init__(self, router: Incarnation, *, wants_events: bool = True, dialect: Dialect | None = None) -> None:
-        """`wants_events`: whether the router needs cache events. `dialect`: the kinds of message that it knows."""
+    def __init__(
+        self,
+        router: Incarnation,
+        *,
+        wants_events: bool = True,
+        dialect: Dialect | None = None,
+        load_period_s: float = LOAD_PERIOD_S,
+    ) -> None:
+        """`wants_events`: whether the router needs cache events. `dialect`: the kinds of message that it knows.
+
+        `load_period_s`: the period of load reports that it asks for; one that is out of bounds, 0 included, is
+        replaced by the nearest.
+        """
         self.router = router
+        # This order, so that NaN becomes the least.
+        self.load_period_s = min(MOST_LOAD_PERIOD_S, max(LOAD_PERIOD_S, load_period_s))
         self.dialect = dialect or worker_dialect(SPOKEN.newest)
         self.wants_events = wants_events
         self.closed = False

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from tandem.protocol.session_versions import SPOKEN, worker_dialect
+from tandem.protocol.session_versions import LOAD_PERIOD_S, SPOKEN, worker_dialect
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.rpc.framed_connection import FramedConnection
 from tandem.rpc.health import health_handler
@@ -22,7 +22,7 @@ from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.values.ids import Incarnation
 from worker.direct_port import DirectPort
-from worker.session_port import LOAD_PERIOD_S, EventSink, SessionPort, orders_of
+from worker.session_port import EventSink, SessionPort, orders_of
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +159,8 @@ class WorkerSessions(WorkerServicer):
             if self._publisher is not None:
                 load.redis_publishing.CopyFrom(self._publisher.report())
             self.broadcast(pb.WorkerMessage(load=load))
-            await asyncio.sleep(LOAD_PERIOD_S)
+            # The reports are numbered alike for all routers, so the one that wants most of them decides.
+            await asyncio.sleep(min((port.load_period_s for port in self._ports), default=LOAD_PERIOD_S))
 
     async def Session(self, _requests: Any, context: Any) -> None:
         """Serve one router until it disconnects, or goes on at the direct port."""
@@ -219,7 +220,10 @@ class WorkerSessions(WorkerServicer):
             raise
         reads_redis = self._publisher is not None and hello.reads_redis
         return SessionPort(
-            Incarnation(hello.incarnation), wants_events=not reads_redis, dialect=worker_dialect(version)
+            Incarnation(hello.incarnation),
+            wants_events=not reads_redis,
+            dialect=worker_dialect(version),
+            load_period_s=hello.load_period_s,
         )
 
     async def _converse(self, port: SessionPort, context: Any) -> None:

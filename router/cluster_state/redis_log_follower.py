@@ -1,7 +1,7 @@
 """Follows the workers' logs in Redis into the prefix map, on a connection of its own.
 
-A single task loads the state of each worker that is due, then waits for entries of all logs at once. It yields to the
-event loop between any two pieces of work: a request waits for at most one of them.
+A single task loads the states of workers that are due, some at a time, and in between reads entries of all logs at
+once. It yields to the event loop between any two pieces of work: a request waits for at most one of them.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.types.worker_view import PrefixChange, WorkerKey
-from router.workers.log_positions import LogEntryAction, LogPositions
+from router.workers.log_positions import LogEntryAction, LogPositions, Reload
 from tandem.cluster_state.entries import STATE_BYTES, BadEntry, CacheState, Changes, ClusterStateCodec, Process
 from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
@@ -21,8 +21,12 @@ BLOCK_S = 0.2
 """Longest time that the server blocks waiting for entries: a worker that joins may have to wait this long to be
 read."""
 LOAD_PAUSE_S = 0.01
-"""Pause after loading each state: dropping a worker's old blocks takes some milliseconds, and many may be due at
+"""Pause after loading a large state: dropping a worker's old blocks takes some milliseconds, and many may be due at
 once."""
+SMALL_STATE_BYTES = 1 << 16
+"""States of at most this size are loaded together; a thousand workers may have joined at once."""
+STATES_AT_ONCE = 32
+"""States loaded before logs are read again."""
 _ENTRIES_AT_ONCE = 16
 _ENTRY_ID = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -70,35 +74,51 @@ class CacheLogFollower:
         while True:
             await self._link.allowed()
             try:
-                for key, reason in self._view.due(self._clock()):
-                    self._counts.reloads[reason.value] += await self._load(key)
-                    await asyncio.sleep(LOAD_PAUSE_S)
-                await self._read(self._view.positions())
+                due = self._view.due(self._clock())
+                if due:
+                    await self._load(dict(due[:STATES_AT_ONCE]))
+                await self._read(self._view.positions(), waits=len(due) <= STATES_AT_ONCE)
             except RedisDown:
                 continue
 
-    async def _load(self, key: WorkerKey) -> bool:
-        """Load a worker's state; return whether there was one."""
-        process = Process(*key)
-        (data,) = await self._link.execute([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
-        state: CacheState | None = None
-        if data != b"":
-            try:
-                # Off the loop: it may be megabytes.
-                state = await asyncio.to_thread(self._codec.open_state, _value(data), process)
-            except BadEntry:
-                self._counts.bad["state"] += 1
-        for change in self._view.load(key, state, self._clock()):
-            self._apply(key, change)
-            await asyncio.sleep(0)
-        return state is not None
+    async def _load(self, due: dict[WorkerKey, Reload]) -> None:
+        """Load the states of some workers, as far as there are any."""
+        processes = [Process(*key) for key in due]
+        found = await self._link.execute(
+            [("GETRANGE", self._keys.state(process), 0, SMALL_STATE_BYTES) for process in processes]
+        )
+        for (key, reason), process, data in zip(due.items(), processes, found, strict=True):
+            is_large = isinstance(data, bytes) and len(data) > SMALL_STATE_BYTES
+            state = await self._open_large(process) if is_large else self._opened(data, process)
+            for change in self._view.load(key, state, self._clock()):
+                self._apply(key, change)
+                await asyncio.sleep(0)
+            self._counts.reloads[reason.value] += state is not None
+            if is_large:
+                await asyncio.sleep(LOAD_PAUSE_S)
 
-    async def _read(self, positions: dict[WorkerKey, str]) -> None:
+    async def _open_large(self, process: Process) -> CacheState | None:
+        (data,) = await self._link.execute([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
+        # Off the loop: it may be megabytes.
+        return await asyncio.to_thread(self._opened, data, process)
+
+    def _opened(self, data: Reply, process: Process) -> CacheState | None:
+        if data == b"":
+            return None
+        try:
+            return self._codec.open_state(_value(data), process)
+        except BadEntry:
+            self._counts.bad["state"] += 1
+            return None
+
+    async def _read(self, positions: dict[WorkerKey, str], *, waits: bool) -> None:
+        """Read entries that follow these positions; `waits`: a short time, if there are none yet."""
         if not positions:
-            await asyncio.sleep(BLOCK_S)
+            await asyncio.sleep(BLOCK_S if waits else 0)
             return
         keys = {self._keys.log(Process(*key)).encode(): key for key in positions}
-        how = ("XREAD", "COUNT", _ENTRIES_AT_ONCE, "BLOCK", int(BLOCK_S * 1e3), "STREAMS")
+        block_ms = int(BLOCK_S * 1e3) if waits else 1  # 0 would be for ever
+        how = ("XREAD", "COUNT", _ENTRIES_AT_ONCE, "BLOCK", block_ms, "STREAMS")
         command: Command = (*how, *keys, *positions.values())
         (reply,) = await self._link.execute([command], patience_s=BLOCK_S, fits=_is_reading)
         if isinstance(reply, Refusal):

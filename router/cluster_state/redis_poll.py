@@ -94,7 +94,7 @@ class RegistryPoll:
         if now_s < self._due_s:
             return
         keys, codec = self._keys, self._reader.codec
-        followed = list(self._view)
+        followed = list(self._view.followed)
         heads = [("GETRANGE", keys.head(Process(*key)), 0, SMALL_BYTES) for key in followed]
         marks, *found = await self._ask([("ZREVRANGE", keys.workers, 0, MAX_ADDRESSES - 1), *heads])
         for key, data in zip(followed, found, strict=True):

@@ -120,13 +120,11 @@ class RouterClusterState:
         return len(self._peers)
 
     def _workers_changed(self) -> None:
-        live = {snapshot.info.key for snapshot in self._registry.snapshots()}
-        for key in self._view:
-            if key not in live:
-                self._view.drop(key)
-        for key in live:
-            if key not in self._view:
-                self._view.follow(key)
+        live, followed = self._registry.keys(), self._view.followed
+        for key in followed - live:
+            self._view.drop(key)
+        for key in live - followed:
+            self._view.follow(key)
 
     async def _take_turns(self) -> None:
         fault = ""

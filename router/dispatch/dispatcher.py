@@ -180,7 +180,7 @@ class Dispatcher:
             self._ended.set()
 
     def _workers_changed(self) -> None:
-        self.health.keep({worker.info.key for worker in self._registry.snapshots()})
+        self.health.keep(self._registry.keys())
 
     def _register(self, request: RoutedRequest, account: TokenAccount | None) -> tuple[RequestRun, RequestRun | None]:
         """Make the request's run; return it with the stream's former one, whose place it takes.

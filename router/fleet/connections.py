@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from random import Random
 from types import TracebackType
 
@@ -133,17 +134,18 @@ class WorkerFleet:
 
     async def _open_session(self, channel: grpc.aio.Channel, address: WorkerAddress) -> WorkerSession:
         """Exchange HELLOs; where no direct connection is possible, again and for a session that stays with gRPC."""
+        opened = partial(WorkerSession.open, channel, self._settings, num_workers=len(self._wanted))
         now_s = asyncio.get_running_loop().time()
         if self._connect is not None and now_s >= self._stays_until_s.get(address, 0.0):
             try:
-                return await WorkerSession.open(channel, self._settings, address.address, self._connect)
+                return await opened(address.address, self._connect)
             except DirectFailed as error:
-                session = await WorkerSession.open(channel, self._settings)
+                session = await opened()
                 # Not before: a worker that has just died says nothing about the way to its successor's port.
                 self._stays_until_s[address] = now_s + _STAYS_S
                 logger.warning("the session with %s remains on gRPC: %s", address.address, error)
                 return session
-        return await WorkerSession.open(channel, self._settings)
+        return await opened()
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
         """Run one session; return why it ended, and whether it was ever open."""

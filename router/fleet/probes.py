@@ -35,6 +35,8 @@ CANARY_SALT = "canary"
 QUALITY_SALT = "quality"
 NO_TOKENS = "no decode worker produces tokens"
 _TOKEN_ID = 0  # of every vocabulary; what it means does not matter
+_CANARIES_AT_ONCE = 8
+_CANARY_PAUSE_S = 0.02
 _READING_TIMEOUT_S = 30.0
 _READING_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
@@ -167,10 +169,13 @@ class Canary(BackgroundProbe):
         return True
 
     async def probe_due(self) -> None:
+        """Probe the workers that are due, a few at a time: a thousand at once would make the router's streams wait."""
         due = self._schedule.due(self._registry.snapshots(), self._clock())
         async with asyncio.TaskGroup() as tasks:
-            for key in due:
+            for number, key in enumerate(due, 1):
                 tasks.create_task(self.probe(key))
+                if number % _CANARIES_AT_ONCE == 0:
+                    await asyncio.sleep(_CANARY_PAUSE_S)
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
         return RoutedRequest(

@@ -6,17 +6,20 @@ verified by the predecessor.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from router.fleet.probes import Canary
-from router.types.worker_view import WorkerKey, WorkerSnapshot
+from router.types.worker_view import WorkerKey
 from router.workers.registry import WorkerRegistry
 from tandem.process.lifetime import REACHES
 from tandem.values.roles import WorkerRole
 
 _AGAIN_S = 1.0
+_GATHER_S = 0.02
+"""Pause before a look at all workers: a hundred may come or go at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +42,7 @@ class ReachableWorkers:
         self._published: frozenset[str] | None = None
         self._proven: set[WorkerKey] = set()
         self._asking: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -46,20 +50,27 @@ class ReachableWorkers:
         return self._published or frozenset()
 
     async def __aenter__(self) -> Self:
-        self._proven = {worker.info.key for worker in self._registry.snapshots()}
-        self._registry.watch(self._check)
+        self._proven = self._registry.keys()
+        self._registry.watch(self._check_soon)
         self._check()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._registry.unwatch(self._check)
+        self._registry.unwatch(self._check_soon)
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._asking.values():
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
 
+    def _check_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self._check)
+
     def _check(self) -> None:
+        self._timer = None
         workers = {worker.info.key: worker for worker in self._registry.snapshots()}
         self._proven &= workers.keys()
         for key, worker in workers.items():
@@ -76,17 +87,18 @@ class ReachableWorkers:
 
     async def _prove(self, key: WorkerKey) -> None:
         """Probe a worker until it has produced a token, or is gone."""
-        first = self._find(key)
+        found = self._registry.find(key)
+        joined_s = math.inf if found is None else found.answered_s
         try:
-            while (worker := self._find(key)) is not None:
+            while (worker := self._registry.find(key)) is not None:
                 # A full router refuses the canary; then a token of any request is proof too.
-                if await self._answers(key) or (first is not None and worker.answered_s > first.answered_s):
+                if await self._answers(key) or worker.answered_s > joined_s:
                     self._proven.add(key)
                     break
                 await asyncio.sleep(_AGAIN_S)
         finally:
             del self._asking[key]
-        self._check()
+        self._check_soon()
 
     async def _answers(self, key: WorkerKey) -> bool:
         try:
@@ -94,6 +106,3 @@ class ReachableWorkers:
         except Exception:  # noqa: BLE001  # ending here would block a cluster change that waits for this worker
             _log.exception("the canary for %s failed; it is sent again", key.worker_id)
             return False
-
-    def _find(self, key: WorkerKey) -> WorkerSnapshot | None:
-        return next((worker for worker in self._registry.snapshots() if worker.info.key == key), None)

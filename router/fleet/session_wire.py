@@ -71,14 +71,21 @@ class ProtocolError(Exception):
     """The peer sent something that the session's protocol does not allow; the text names it."""
 
 
-def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False, direct: bool = False) -> pb.RouterMessage:
-    """Make the router's first message. `direct`: the session can go on at the worker's direct port."""
+def hello_to_pb(
+    incarnation: Incarnation, *, reads_redis: bool = False, direct: bool = False, load_period_s: float = 0.0
+) -> pb.RouterMessage:
+    """Make the router's first message.
+
+    `direct`: the session can go on at the worker's direct port. `load_period_s`: of the worker's load reports; 0: it
+    decides.
+    """
     hello = pb.RouterHello(
         protocol_version=SPOKEN.oldest,
         newest_version=SPOKEN.newest,
         incarnation=incarnation,
         reads_redis=reads_redis,
         direct=direct,
+        load_period_s=load_period_s,
     )
     return pb.RouterMessage(hello=hello)
 

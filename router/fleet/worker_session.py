@@ -61,7 +61,7 @@ from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, Worker
 from tandem.errors import Unavailable
 from tandem.process.silence import SilenceWatch
 from tandem.protocol.pin_wire import result_from_pb
-from tandem.protocol.session_versions import router_dialect
+from tandem.protocol.session_versions import LOAD_PERIOD_S, MOST_LOAD_PERIOD_S, router_dialect
 from tandem.rpc.hosts import join
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
@@ -71,6 +71,9 @@ from tandem.values.prefix_pin import PinKey, PinOrder, PinResult
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_SILENCE = 8
+_MOST_REPORTS_PER_S = 2000
+"""Load reports that a router wants to handle: each takes it some 50 us."""
+_REPORTS_PER_SILENCE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +88,19 @@ class SessionSettings:
     """Whether cache events of workers that publish them in Redis are read there."""
     hello_timeout_s: float = 5.0
     silence_s: float = 1.5
-    """Silence after which a worker counts as dead; workers report their load four times a second."""
+    """Silence after which a worker counts as dead: at least twice the period of load reports."""
     max_queued_submits: int = 4096
     """Submits that may wait for a slow connection."""
     max_queued_pins: int = 4096
     """Pins whose newest order may wait for a slow connection."""
     new_native_streams: Callable[[], NativeStreams] | None = None
     """None: all tokens are written by Python."""
+
+
+def load_period_s(num_workers: int, silence_s: float) -> float:
+    """Return the period of load reports that suffices for a router with so many workers."""
+    most_s = min(MOST_LOAD_PERIOD_S, silence_s / _REPORTS_PER_SILENCE)
+    return max(LOAD_PERIOD_S, min(num_workers / _MOST_REPORTS_PER_S, most_s))
 
 
 class SessionListener(Protocol):
@@ -187,16 +196,28 @@ class WorkerSession:
 
     @classmethod
     async def open(
-        cls, channel: grpc.aio.Channel, settings: SessionSettings, address: str = "", connect: Connect | None = None
+        cls,
+        channel: grpc.aio.Channel,
+        settings: SessionSettings,
+        address: str = "",
+        connect: Connect | None = None,
+        *,
+        num_workers: int = 1,
     ) -> "WorkerSession":
         """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError, TimeoutError or DirectFailed.
 
         `address`, `connect`: the worker's, and how to open a connection to its direct port; None: stay with gRPC.
+        `num_workers`: of this router.
         """
         call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
         can_move = connect is not None
         async with asyncio.timeout(settings.hello_timeout_s):
-            await call.write(hello_to_pb(settings.incarnation, reads_redis=settings.reads_redis, direct=can_move))
+            period_s = load_period_s(num_workers, settings.silence_s)
+            await call.write(
+                hello_to_pb(
+                    settings.incarnation, reads_redis=settings.reads_redis, direct=can_move, load_period_s=period_s
+                )
+            )
             first = await call.read()
         if first is grpc.aio.EOF:
             raise ProtocolError(f"the stream ended before hello: {await call.details()}")

@@ -16,6 +16,8 @@ class PlacementDemand(Struct, frozen=True, kw_only=True):
     """Leading tokens whose KV a worker holds, by the worker's slot."""
     excluded: frozenset[WorkerKey] = frozenset()
     """Workers on which the choice has failed or was refused."""
+    only: WorkerKey | None = None
+    """The only worker that may be chosen, for anything; None: any."""
     pool_tokens_above: int = 0
     """Pool size, in tokens, of a worker that reported that the request can never fit there."""
     is_local: bool = False
@@ -31,6 +33,11 @@ class PlacementDemand(Struct, frozen=True, kw_only=True):
         """Return the rows that may not be chosen, a pool of no more than `needed_tokens` included; None when all
         may."""
         closed = None if pool.open is None else ~pool.open
+        if self.only is not None:
+            others = ~pool.members.none()
+            if (row := pool.members.rows.get(self.only)) is not None:
+                others[row] = False
+            closed = others if closed is None else closed | others
         if self.excluded:
             for key in self.excluded:
                 if (row := pool.members.rows.get(key)) is not None:

@@ -132,16 +132,19 @@ class Placer:
         num_tokens: int,
         names: Sequence[BlockHash],
         excluded: frozenset[WorkerKey] = frozenset(),
+        only: WorkerKey | None = None,
         pool_tokens_above: int = 0,
         is_local: bool = False,
     ) -> Assignment:
-        """Choose workers for prompt and earlier output, whose blocks are `names`; `is_local`: see `PlacementDemand`.
+        """Choose workers for prompt and earlier output, whose blocks are `names`; the rest as in `PlacementDemand`.
 
         Raises NoDecodeWorker or RequestTooLarge.
         """
         registry, now_s = self.registry, self._clock()
         prefix_map, view = registry.prefix_map, registry.view()
-        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above, now_s=now_s, is_local=is_local)
+        demand = self._demand(
+            num_tokens, names, view, excluded, pool_tokens_above, now_s=now_s, only=only, is_local=is_local
+        )
         placement = place(demand, view, self._model, self._rng)
         prefill, decode = placement.prefill, placement.decode.info.key
         worker = registry.find(decode)
@@ -313,6 +316,7 @@ class Placer:
         pool_tokens_above: int = 0,
         *,
         now_s: float,
+        only: WorkerKey | None = None,
         is_local: bool = False,
     ) -> PlacementDemand:
         prefix_map = self.registry.prefix_map
@@ -328,6 +332,7 @@ class Placer:
             num_tokens=num_tokens,
             matched=matched,
             excluded=excluded,
+            only=only,
             pool_tokens_above=pool_tokens_above,
             is_local=is_local,
             replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),

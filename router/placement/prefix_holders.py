@@ -74,7 +74,8 @@ def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterato
 
 def _can_lend(info: WorkerInfo, computing: WorkerInfo, demand: PlacementDemand) -> bool:
     return (
-        info.key != computing.key
+        demand.only is None
+        and info.key != computing.key
         and info.key not in demand.excluded
         and info.handoff_address != ""
         and info.cannot_send_to(computing) is None

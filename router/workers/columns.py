@@ -6,7 +6,7 @@ it computed. The members of a pool are in an immutable `PoolMembers`; a new one 
 Pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.values.ids import WorkerId
-from tandem.values.roles import WorkerRole
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -160,6 +159,16 @@ class PoolColumns:
         """Whether earlier views are outdated as to which columns are complete, or which workers are penalised or
         closed."""
 
+    def copy_rows(self, rows: Sequence[int], source: "PoolColumns", from_rows: Sequence[int]) -> None:
+        """Copy rows of other columns to `rows` of these, which were new."""
+        self.cells[:, rows] = source.cells[:, from_rows]
+        self.open[rows] = source.open[from_rows]
+        for row, from_row in zip(rows, from_rows, strict=True):
+            self.loads[row] = source.loads[from_row]
+        for name in RATES:
+            self.num_unmeasured[name] = int(np.count_nonzero(getattr(self, name) == 0.0))
+        self.num_grown = int(np.count_nonzero(self.attention))
+
 
 _NO_LOAD = WorkerLoad()
 
@@ -264,11 +273,3 @@ def empty_slots(num_slots: int) -> Slots:
 
 def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None, ...]:
     return tuple(prefill.compatible_with(example) for example in decode.examples)
-
-
-def split_by_role(infos: Iterable[WorkerInfo]) -> dict[WorkerRole, list[int]]:
-    """Return the positions of each pool's workers in `infos`."""
-    found: dict[WorkerRole, list[int]] = {role: [] for role in WorkerRole}
-    for position, info in enumerate(infos):
-        found[info.role].append(position)
-    return found

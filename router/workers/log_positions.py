@@ -54,11 +54,10 @@ class LogPositions:
     def __init__(self) -> None:
         self._followed: dict[WorkerKey, _Followed] = {}
 
-    def __contains__(self, key: WorkerKey) -> bool:
-        return key in self._followed
-
-    def __iter__(self) -> Iterator[WorkerKey]:
-        return iter(tuple(self._followed))
+    @property
+    def followed(self) -> set[WorkerKey]:
+        """The workers that are followed."""
+        return set(self._followed)
 
     def follow(self, key: WorkerKey) -> None:
         """Start following a worker; its state is due."""

@@ -4,11 +4,11 @@ A worker's own load report is always a little old, so this router also counts wh
 written at once to the worker's own row, and to no other.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerInfo, WorkerLoad, WorkerSnapshot
-from router.workers.columns import ClusterView, PoolColumns, PoolMembers, partners_of, split_by_role, view_of
+from router.workers.columns import ClusterView, PoolColumns, PoolMembers, partners_of, view_of
 from router.workers.pair_links import PairLinks, PairTable
 from router.workers.peer_load import NO_PEERS, PeerShare
 from tandem.cluster_state.entries import Process, Share
@@ -86,6 +86,15 @@ class WorkerRecord:
         columns.open[row] = not self.draining
         self._show_load()
         self._recount()
+
+    def move_row(self, columns: PoolColumns, row: int) -> int | None:
+        """Write to this row from now on; return the one until now, whose contents still have to be copied there.
+
+        None: it had none.
+        """
+        before = None if self._columns is None else self._row
+        self._columns, self._row = columns, row
+        return before
 
     def assigned(self, tokens_to_compute: int) -> None:
         """Record a request sent to the worker."""
@@ -250,18 +259,24 @@ class WorkerTable:
 
     def _seat(self) -> ClusterView:
         records = list(self._records)
-        pools: dict[WorkerRole, tuple[PoolMembers, PoolColumns]] = {}
-        for role, positions in split_by_role(record.info for record in records).items():
-            members = [records[position] for position in positions]
-            columns = PoolColumns(len(members))
-            pools[role] = PoolMembers([m.info for m in members], [m.slot for m in members]), columns
-            for row, member in enumerate(members):
-                member.assign_row(columns, row)
-        decode, self._decode = pools[WorkerRole.DECODE]
-        prefill, self._prefill = pools[WorkerRole.PREFILL]
+        decode, self._decode = _seated(records, WorkerRole.DECODE, self._decode)
+        prefill, self._prefill = _seated(records, WorkerRole.PREFILL, self._prefill)
         return ClusterView(
             decode=view_of(decode, self._decode),
             prefill=view_of(prefill, self._prefill),
             partners=partners_of(decode, prefill),
             num_slots=max((record.slot for record in records), default=-1) + 1,
         )
+
+
+def _seated(records: Iterable[WorkerRecord], role: WorkerRole, before: PoolColumns) -> tuple[PoolMembers, PoolColumns]:
+    """Give each worker of a pool its row; `before`: their columns until now, of which most cells are copied."""
+    members = [record for record in records if record.info.role is role]
+    columns = PoolColumns(len(members))
+    former = [member.move_row(columns, row) for row, member in enumerate(members)]
+    moved = [(row, from_row) for row, from_row in enumerate(former) if from_row is not None]
+    columns.copy_rows([row for row, _ in moved], before, [from_row for _, from_row in moved])
+    for row, member in enumerate(members):
+        if former[row] is None:
+            member.assign_row(columns, row)
+    return PoolMembers([member.info for member in members], [member.slot for member in members]), columns

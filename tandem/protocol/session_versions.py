@@ -16,6 +16,12 @@ PROMPT_BYTES_SINCE = 5
 DIRECT_TICKET_BYTES = 16
 """Size of the ticket with which a session goes on at a worker's direct port."""
 
+LOAD_PERIOD_S = 0.25
+"""Period of a worker's load reports, unless a router with many workers asks for fewer: at most half of the least
+silence after which a router gives a worker up (`router.worker_silence_s`)."""
+MOST_LOAD_PERIOD_S = 0.5
+"""The longest period that a worker agrees to."""
+
 
 def _since(kinds: Mapping[int, Iterable[str]]) -> dict[str, int]:
     return {kind: version for version, added in kinds.items() for kind in added}

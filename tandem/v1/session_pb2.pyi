@@ -55,18 +55,20 @@ class Orders(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[RouterMessage, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "reads_redis", "newest_version", "direct")
+    __slots__ = ("protocol_version", "incarnation", "reads_redis", "newest_version", "direct", "load_period_s")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     READS_REDIS_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_PERIOD_S_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
     reads_redis: bool
     newest_version: int
     direct: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., reads_redis: bool = ..., newest_version: _Optional[int] = ..., direct: bool = ...) -> None: ...
+    load_period_s: float
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., reads_redis: bool = ..., newest_version: _Optional[int] = ..., direct: bool = ..., load_period_s: _Optional[float] = ...) -> None: ...
 
 class PrefillRoute(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "transfer_id", "attempt", "holder")

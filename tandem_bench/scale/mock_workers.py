@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from random import Random
 
+import uvloop
+
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
 from tandem.cluster_state.redis_settings import RedisSettings
@@ -121,7 +123,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, required=True, help="time of a token of every stream")
     parser.add_argument("--drain-s", type=float, required=True)
     parser.add_argument("--says", type=int, nargs="+", required=True, help="token ids that every answer repeats")
-    asyncio.run(_serve(parser.parse_args()))
+    uvloop.run(_serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

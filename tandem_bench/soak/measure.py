@@ -20,7 +20,7 @@ from rich.console import Console
 from tandem_bench.clusters import RunningCluster, Setup, process_name, running
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure, print_table
-from tandem_bench.soak.growth import Life, Sample
+from tandem_bench.soak.growth import MB, Life, Sample
 from tandem_bench.soak.load import SoakLoad
 
 _WARM_UP_S = 330.0
@@ -49,6 +49,8 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
         finally:
             sending.cancel()
             await asyncio.wait([sending])
+            if options.samples is not None:
+                options.samples.write_text(watch.samples())
     rows += watch.rows()
     rows += _load_rows(load, total_s)
     print_table(out, rows)
@@ -142,6 +144,16 @@ class _Watch:
         with suppress(ProcessLookupError):
             os.kill(max(lives, key=lambda life: life.samples[-1].at_s).pid, signal.SIGKILL)
             self._num_killed += 1
+
+    def samples(self) -> str:
+        """Return all samples, a line each: name, process id, seconds, own and shared MB, open files, threads."""
+        lines = [
+            f"{life.name}\t{life.pid}\t{one.at_s - self._begun_s:.1f}\t{one.own_bytes / MB:.3f}"
+            f"\t{one.shared_bytes / MB:.3f}\t{one.num_files}\t{one.num_threads}\n"
+            for life in self._lives.values()
+            for one in life.samples
+        ]
+        return "".join(lines)
 
     def rows(self) -> Iterable[Row]:
         """Figures of every process that lived for long enough. Raises CannotMeasure when there is none."""

@@ -247,6 +247,7 @@ class RulePlacer(Placer):
         num_tokens: int,
         names: Sequence[BlockHash],
         excluded: frozenset[WorkerKey] = frozenset(),
+        only: WorkerKey | None = None,
         pool_tokens_above: int = 0,
         is_local: bool = False,
     ) -> Assignment:
@@ -258,6 +259,7 @@ class RulePlacer(Placer):
             for worker in registry.snapshots()
             if not worker.draining
             and worker.info.key not in excluded
+            and only in (None, worker.info.key)
             and worker.info.pool_tokens > max(num_tokens, pool_tokens_above)
         ]
         prefills = [candidate for candidate in able if candidate.worker.info.role is WorkerRole.PREFILL]

@@ -134,8 +134,6 @@ class ChoiceRun:
         """Choose the best workers for the next attempt. Raises NoDecodeWorker, or RequestTooLarge for every one of
         them."""
         excluded, avoided = self._excluded(), self._health.avoided()
-        if (only := self._request.only_worker) is not None:
-            excluded |= {worker.info.key for worker in self._placer.registry.snapshots()} - {only}
         try:
             return self._assign(excluded | avoided)
         except NoDecodeWorker:
@@ -154,6 +152,7 @@ class ChoiceRun:
                 num_tokens=progress.prompt_length + len(progress.token_ids),
                 names=block_names(request, self._prompt_names, progress.token_ids, self._context.hasher),
                 excluded=frozenset(excluded),
+                only=request.only_worker,
                 pool_tokens_above=progress.pool_tokens_above,
                 is_local=request.is_local and not progress.token_ids,
             )

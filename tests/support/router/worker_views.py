@@ -94,5 +94,5 @@ Wanted = Callable[[ClusterView], PlacementDemand]
 """What a choice needs, once it is known of which workers."""
 
 
-def demand(num_tokens: int = 500, *excluded: WorkerSnapshot, **matched: int) -> Wanted:
-    return lambda view: demand_of(view, num_tokens, *excluded, matched=matched)
+def demand(num_tokens: int = 500, *excluded: WorkerSnapshot, only: WorkerKey | None = None, **matched: int) -> Wanted:
+    return lambda view: demand_of(view, num_tokens, *excluded, matched=matched, only=only)

@@ -182,6 +182,13 @@ class FailingPublisher:
         return pb.RedisPublisherReport(up=True, entries=3)
 
 
+@pytest.mark.parametrize(
+    ("asked", "agreed"), [(0.0, 0.25), (0.3, 0.3), (0.01, 0.25), (3600.0, 0.5), (-1.0, 0.25), (float("nan"), 0.25)]
+)
+def test_session_port_bounds_period_of_load_reports(asked: float, agreed: float) -> None:
+    assert SessionPort(Incarnation(1), load_period_s=asked).load_period_s == agreed
+
+
 class Router(StuckRouter):
     """A router that reads everything at once."""
 

@@ -24,6 +24,12 @@ class Registry:
     def snapshots(self):
         return list(self.workers.values())
 
+    def keys(self):
+        return set(self.workers)
+
+    def find(self, key):
+        return self.workers.get(key)
+
     def watch(self, callback):
         self.watchers.append(callback)
 
@@ -82,7 +88,8 @@ async def test_joining_decode_worker_is_reachable_after_a_token(monkeypatch):
         registry.put(replace(old, draining=True))
         registry.put(worker("p0"))
         registry.remove(old)
-    assert [published.get_nowait() for _ in range(published.qsize())] == [["d1:1"], ["d1:1", "p0:1"]]
+        assert await published.get() == ["d1:1", "p0:1"]  # all changes in one message
+    assert published.empty()
     assert registry.watchers == []
 
 

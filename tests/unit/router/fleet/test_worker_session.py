@@ -20,7 +20,7 @@ from router.fleet.connections import RECONNECTS
 from router.fleet.native_streams import NativeStreams
 from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
-from router.fleet.worker_session import SessionSettings, WorkerSession
+from router.fleet.worker_session import SessionSettings, WorkerSession, load_period_s
 from router.types.requests import PlainEvents, PlainStream
 from router.types.session_events import AttemptReader, PrefillRoute, StreamOffer, SubmitOrder
 from router.types.worker_view import WorkerKey
@@ -58,6 +58,16 @@ _IGNORED = AttemptReader(on_event=lambda _event: None, on_token=lambda _index, _
 def _events(first: int, *changes: tuple[int, bool], cleared: bool = False) -> pb.WorkerMessage:
     events = [pb.KVEvent(block_hash=_NAMES[index], stored=stored) for index, stored in changes]
     return pb.WorkerMessage(kv_events=pb.KVEvents(first_sequence=first, cleared=cleared, events=events))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "silence_s", "period_s"),
+    [(1, 1.5, 0.25), (500, 1.5, 0.25), (800, 1.5, 0.4), (5000, 1.5, 0.5), (5000, 0.5, 0.25), (5000, 0.9, 0.3)],
+)
+def test_router_with_many_workers_asks_for_fewer_load_reports(
+    num_workers: int, silence_s: float, period_s: float
+) -> None:
+    assert load_period_s(num_workers, silence_s) == pytest.approx(period_s)
 
 
 async def test_hello_registers_the_worker() -> None:

@@ -195,6 +195,21 @@ def test_placement_draining_or_excluded_workers_get_nothing() -> None:
         place(demand(500, decode), [decode, replace(worker("d1"), draining=True)], MODEL, Random(0))
 
 
+@pytest.mark.parametrize("num_workers", [3, 20], ids=["singly", "by columns"])
+def test_placement_for_only_one_worker_chooses_it_for_everything(num_workers: int) -> None:
+    workers = [worker(f"{pool}{i}") for pool in "dp" for i in range(num_workers)]
+    for key in (workers[1].info.key, workers[2].info.key):
+        wanted = demand(500, only=key, d0=480, p0=480)
+        assert chosen(wanted, *workers) == (key.worker_id, None)
+        view = view_of(workers)
+        assert best_holder(wanted(view), view.decode.members.infos[1], view, lambda _, held: held) is None
+    draining = replace(workers[1], draining=True)
+    with pytest.raises(NoDecodeWorker):
+        chosen(demand(500, only=draining.info.key), draining, workers[2])
+    with pytest.raises(NoDecodeWorker):
+        chosen(demand(500, only=workers[1].info.key), workers[0], workers[2])
+
+
 def test_placement_restarted_worker_is_not_excluded() -> None:
     old = worker("d0")
     new = replace(old, info=replace(old.info, key=WorkerKey(WorkerId("d0"), Incarnation(2))))

@@ -14,8 +14,8 @@ from tandem.config.cluster import ClusterConfig, dump, dump_for_processes, load
 from tandem.config.pools import MAX_REPLICAS
 from tandem.config.source.yaml_file import PlainLoader
 from tandem.errors import ConfigError
+from tandem.protocol.session_versions import LOAD_PERIOD_S
 from tandem.values.api_key import entry_of
-from worker.sessions import LOAD_PERIOD_S
 
 
 @pytest.mark.parametrize(
