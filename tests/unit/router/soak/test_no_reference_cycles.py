@@ -12,10 +12,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from router.dispatch.dispatcher import Dispatcher
 from router.http.app import create_app
 from router.http.server.http_server import HttpServer
-from tests.support.fake_worker import FakeWorker
+from router.types.requests import RoutedRequest
+from tandem.errors import Overloaded
+from tests.support.fake_worker import FakeWorker, answer, hold
+from tests.support.router.admission_queues import gated, of
 from tests.support.router.cluster import cluster, collect, routed
 from tests.support.router.kept_objects import collecting
 from tests.support.router.servers import fakes
@@ -103,4 +108,45 @@ async def test_dispatched_requests_leave_no_cycles() -> None:
         with collecting() as found:
             for number in range(NUM_REQUESTS):
                 assert await collect(core.generate(routed(request_id=f"r{number}", n=2)))
+    assert not found
+
+
+async def _refused(gate: Dispatcher, request: RoutedRequest) -> None:
+    with pytest.raises(Overloaded):
+        await collect(gate.generate(request))
+
+
+async def test_requests_that_find_the_queue_full_leave_no_cycles() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_tokens=36) as (gate, _), asyncio.timeout(WAIT_S):
+        running = [asyncio.create_task(collect(gate.generate(of("x", 0))))]
+        held = await worker.submissions.get()
+        running += [asyncio.create_task(collect(gate.generate(of(tenant, i)))) for i, tenant in enumerate("aab")]
+        await asyncio.sleep(0)
+        large = replace(routed(tuple(range(20))), tenant="c")
+        await _refused(gate, replace(large, request_id="c"))
+        with collecting() as found:
+            for number in range(NUM_REQUESTS):
+                await _refused(gate, replace(large, request_id=f"c{number}"))
+        worker.script = answer
+        held.give_all()
+        await asyncio.gather(*running)
+    assert not found
+
+
+async def test_requests_evicted_from_the_queue_leave_no_cycles() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_tokens=36) as (gate, _), asyncio.timeout(WAIT_S):
+        running = [asyncio.create_task(collect(gate.generate(of("x", 0))))]
+        held = await worker.submissions.get()
+        running += [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(2)]
+        last = asyncio.create_task(_refused(gate, of("a", 2)))
+        await asyncio.sleep(0)
+        with collecting() as found:
+            running.append(asyncio.create_task(collect(gate.generate(of("b", 0)))))
+            await last
+            del last
+        worker.script = answer
+        held.give_all()
+        await asyncio.gather(*running)
     assert not found
