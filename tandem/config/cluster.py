@@ -151,7 +151,7 @@ class RouterConfig(RouterAccess):
     """Maximum number of workers tried for one request before it fails."""
     worker_silence_s: float = Field(default=1.5, ge=0.5, le=86400.0)
     """A worker that has been silent for this long is considered dead, and its streams continue on other workers.
-    Workers send a heartbeat every 0.25 s; with more than 500 workers it is rarer, but there are at least two in this time
+    Workers send a heartbeat every 0.25 s. With more than 500 workers it is rarer, but at least two come in this time,
     and two a second."""
     rejoin_s: Seconds = 60.0
     """How long a stream whose decode worker died waits for a worker when none is left; then it ends with 503. Starting
