@@ -155,7 +155,7 @@ def main() -> int:
     """Parse the command line, measure and report; return 1 when a goal was missed, 2 when a measurement failed."""
     parsing = parser()
     options = parsing.parse_args()
-    for file in (options.json, getattr(options, "plot", None)):
+    for file in (options.json, getattr(options, "plot", None), getattr(options, "samples", None)):
         if file is not None and not file.absolute().parent.is_dir():
             parsing.error(f"{file}: no such directory")
     if (folder := getattr(options, "flames", None)) is not None and not folder.is_dir():

@@ -28,7 +28,7 @@ from engine.types.step_output import LayersDone, Load, StepOutput
 from engine.types.token_guide import TokenGuide
 from tandem.errors import InvalidRequest, ServingError
 from tandem.process.host_memory import resident_bytes
-from tandem.protocol.session_versions import LOAD_PERIOD_S
+from tandem.protocol.session_versions import MOST_LOAD_PERIOD_S
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId
 from tandem.values.prefix_pin import PinOrder, PinResult
@@ -64,9 +64,7 @@ class EngineHost:
         self._loop = asyncio.get_running_loop()
         # One thread for all grammars, so that compiling them leaves the other cores to the engine.
         self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._stall_watch = StallWatch(
-            stall_s=parts.stall_s, period_s=LOAD_PERIOD_S + _LOAD_WAIT_S, now_s=time.monotonic()
-        )
+        self._stall_watch = StallWatch(stall_s=parts.stall_s, period_s=MOST_LOAD_PERIOD_S, now_s=time.monotonic())
         self._engine = Engine(
             scheduler=parts.scheduler,
             runner=parts.runner,

@@ -8,6 +8,7 @@ reader: a port that overflows is closed, and its router's requests with it.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -110,6 +111,7 @@ class WorkerSessions(WorkerServicer):
         self._direct = direct
         self._report_numbers = count(1)
         self._ports: set[SessionPort] = set()
+        self._has_new_port = asyncio.Event()
         self._draining: str | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -152,15 +154,24 @@ class WorkerSessions(WorkerServicer):
             await self._direct.close()
 
     async def send_loads(self) -> None:
-        """Send load reports forever, so that a router notices a worker that has stopped sending."""
+        """Send load reports forever, so that a router notices a worker that has stopped sending.
+
+        A new session gets one at once.
+        """
+        loop = asyncio.get_running_loop()
         while True:
+            self._has_new_port.clear()
+            began_s = loop.time()
             load = await self._handler.load()
             load.report_number = next(self._report_numbers)
             if self._publisher is not None:
                 load.redis_publishing.CopyFrom(self._publisher.report())
             self.broadcast(pb.WorkerMessage(load=load))
             # The reports are numbered alike for all routers, so the one that wants most of them decides.
-            await asyncio.sleep(min((port.load_period_s for port in self._ports), default=LOAD_PERIOD_S))
+            period_s = min((port.load_period_s for port in self._ports), default=LOAD_PERIOD_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(began_s + period_s):
+                    await self._has_new_port.wait()
 
     async def Session(self, _requests: Any, context: Any) -> None:
         """Serve one router until it disconnects, or goes on at the direct port."""
@@ -205,6 +216,7 @@ class WorkerSessions(WorkerServicer):
         if self._draining is not None:
             port.send(pb.WorkerMessage(draining=pb.Draining(reason=self._draining)))
         self._ports.add(port)
+        self._has_new_port.set()
         self._handler.opened(port)
 
     def _close(self, port: SessionPort) -> None:

@@ -21,8 +21,9 @@ BLOCK_S = 0.2
 """Longest time that the server blocks waiting for entries: a worker that joins may have to wait this long to be
 read."""
 LOAD_PAUSE_S = 0.01
-"""Pause after loading a large state: dropping a worker's old blocks takes some milliseconds, and many may be due at
-once."""
+"""Pause after a state that took long to apply: dropping a worker's old blocks takes milliseconds, and many states may
+be due at once."""
+_LONG_S = 0.002
 SMALL_STATE_BYTES = 1 << 16
 """States of at most this size are loaded together; a thousand workers may have joined at once."""
 STATES_AT_ONCE = 32
@@ -75,9 +76,10 @@ class CacheLogFollower:
             await self._link.allowed()
             try:
                 due = self._view.due(self._clock())
-                if due:
-                    await self._load(dict(due[:STATES_AT_ONCE]))
-                await self._read(self._view.positions(), waits=len(due) <= STATES_AT_ONCE)
+                now, later = dict(due[:STATES_AT_ONCE]), due[STATES_AT_ONCE:]
+                if now:
+                    await self._load(now)
+                await self._read(self._view.positions(), waits=not later)
             except RedisDown:
                 continue
 
@@ -88,25 +90,27 @@ class CacheLogFollower:
             [("GETRANGE", self._keys.state(process), 0, SMALL_STATE_BYTES) for process in processes]
         )
         for (key, reason), process, data in zip(due.items(), processes, found, strict=True):
-            is_large = isinstance(data, bytes) and len(data) > SMALL_STATE_BYTES
-            state = await self._open_large(process) if is_large else self._opened(data, process)
+            state = await self._opened(data, process)
+            applying_s = 0.0
             for change in self._view.load(key, state, self._clock()):
+                began_s = self._clock()
                 self._apply(key, change)
+                applying_s += self._clock() - began_s
                 await asyncio.sleep(0)
             self._counts.reloads[reason.value] += state is not None
-            if is_large:
+            if applying_s > _LONG_S:
                 await asyncio.sleep(LOAD_PAUSE_S)
 
-    async def _open_large(self, process: Process) -> CacheState | None:
-        (data,) = await self._link.execute([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
-        # Off the loop: it may be megabytes.
-        return await asyncio.to_thread(self._opened, data, process)
-
-    def _opened(self, data: Reply, process: Process) -> CacheState | None:
+    async def _opened(self, data: Reply, process: Process) -> CacheState | None:
+        """Open a state, of which `data` is the beginning; None: there is none, or it is not authentic."""
         if data == b"":
             return None
         try:
-            return self._codec.open_state(_value(data), process)
+            if len(_value(data)) <= SMALL_STATE_BYTES:
+                return self._codec.open_state(_value(data), process)
+            (whole,) = await self._link.execute([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
+            # Off the loop: it may be megabytes.
+            return await asyncio.to_thread(self._codec.open_state, _value(whole), process)
         except BadEntry:
             self._counts.bad["state"] += 1
             return None

@@ -35,8 +35,8 @@ CANARY_SALT = "canary"
 QUALITY_SALT = "quality"
 NO_TOKENS = "no decode worker produces tokens"
 _TOKEN_ID = 0  # of every vocabulary; what it means does not matter
-_CANARIES_AT_ONCE = 8
-_CANARY_PAUSE_S = 0.02
+_CANARY_PAUSE_S = 0.0025
+"""Pause between two canaries: a thousand at once would make the router's streams wait."""
 _READING_TIMEOUT_S = 30.0
 _READING_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class Canary(BackgroundProbe):
         self._generator = generator
         self._hash_root = hash_root
         self._schedule = CanarySchedule(self._settings)
+        self._next_s = 0.0
 
     @property
     def answering(self) -> Callable[[WorkerSnapshot], bool]:
@@ -154,7 +155,23 @@ class Canary(BackgroundProbe):
         return NO_TOKENS if decoders and not any(map(self.answering, decoders)) else None
 
     async def probe(self, key: WorkerKey) -> bool:
-        """Send one canary and record its outcome; whether a token came."""
+        """Send one canary in its turn and record its outcome; whether a token came."""
+        await self._turn()
+        return await self._send(key)
+
+    async def _turn(self) -> None:
+        now_s = self._clock()
+        self._next_s = max(now_s, self._next_s + _CANARY_PAUSE_S)
+        if self._next_s > now_s:
+            await asyncio.sleep(self._next_s - now_s)
+
+    def _is_gone(self, key: WorkerKey) -> bool:
+        worker = self._registry.find(key)
+        return worker is None or worker.draining
+
+    async def _send(self, key: WorkerKey) -> bool:
+        if self._is_gone(key):
+            return False
         try:
             async with aclosing(self._generator.generate(self._request(key))) as deltas:
                 async for _ in deltas:
@@ -162,6 +179,8 @@ class Canary(BackgroundProbe):
         except Overloaded:
             return False  # says nothing about the engine: the canary was refused for lack of room
         except ServingError as error:
+            if self._is_gone(key):
+                return False
             _log.warning("decode worker %s produced no token for a canary: %s", key.worker_id, error.message)
             self._schedule.failed(key, self._clock())
             self._registry.penalise(key, self._settings.silence_s)
@@ -169,13 +188,17 @@ class Canary(BackgroundProbe):
         return True
 
     async def probe_due(self) -> None:
-        """Probe the workers that are due, a few at a time: a thousand at once would make the router's streams wait."""
         due = self._schedule.due(self._registry.snapshots(), self._clock())
         async with asyncio.TaskGroup() as tasks:
-            for number, key in enumerate(due, 1):
-                tasks.create_task(self.probe(key))
-                if number % _CANARIES_AT_ONCE == 0:
-                    await asyncio.sleep(_CANARY_PAUSE_S)
+            for key in due:
+                tasks.create_task(self._probe_silent(key))
+
+    async def _probe_silent(self, key: WorkerKey) -> None:
+        """Probe a worker unless it has answered before its turn came."""
+        await self._turn()
+        worker = self._registry.find(key)
+        if worker is not None and self._clock() - worker.answered_s >= self._settings.silence_s:
+            await self._send(key)
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
         return RoutedRequest(

@@ -76,8 +76,8 @@ def hello_to_pb(
 ) -> pb.RouterMessage:
     """Make the router's first message.
 
-    `direct`: the session can go on at the worker's direct port. `load_period_s`: of the worker's load reports; 0: it
-    decides.
+    `direct`: the session can go on at the worker's direct port. `load_period_s`: the period of
+    load reports that suffices; 0: the default.
     """
     hello = pb.RouterHello(
         protocol_version=SPOKEN.oldest,

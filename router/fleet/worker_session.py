@@ -72,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 _LOOKS_PER_SILENCE = 8
 _MOST_REPORTS_PER_S = 2000
-"""Load reports that a router wants to handle: each takes it some 50 us."""
+"""Load reports that a router with up to a thousand workers wants to handle: each takes it some 50 us."""
 _REPORTS_PER_SILENCE = 3
 
 
@@ -97,7 +97,7 @@ class SessionSettings:
     """None: all tokens are written by Python."""
 
 
-def load_period_s(num_workers: int, silence_s: float) -> float:
+def choose_load_period(num_workers: int, silence_s: float) -> float:
     """Return the period of load reports that suffices for a router with so many workers."""
     most_s = min(MOST_LOAD_PERIOD_S, silence_s / _REPORTS_PER_SILENCE)
     return max(LOAD_PERIOD_S, min(num_workers / _MOST_REPORTS_PER_S, most_s))
@@ -207,12 +207,12 @@ class WorkerSession:
         """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError, TimeoutError or DirectFailed.
 
         `address`, `connect`: the worker's, and how to open a connection to its direct port; None: stay with gRPC.
-        `num_workers`: of this router.
+        `num_workers`: that this router knows now, by which it asks for load reports.
         """
         call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
         can_move = connect is not None
         async with asyncio.timeout(settings.hello_timeout_s):
-            period_s = load_period_s(num_workers, settings.silence_s)
+            period_s = choose_load_period(num_workers, settings.silence_s)
             await call.write(
                 hello_to_pb(
                     settings.incarnation, reads_redis=settings.reads_redis, direct=can_move, load_period_s=period_s

@@ -37,6 +37,8 @@ def best_holder(
     most = max(matched, default=0) if isinstance(matched, list) else np.maximum.reduce(matched, initial=0)
     if most < own + MIN_GAIN_TOKENS:
         return None
+    if demand.only is not None:
+        return None
     # Sorted by the upper bound of each: most are never checked for what is confirmed.
     best: tuple[_Order, WorkerInfo] | None = None
     for bound, info in _by_bound(demand, view, own + MIN_GAIN_TOKENS):
@@ -74,8 +76,7 @@ def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterato
 
 def _can_lend(info: WorkerInfo, computing: WorkerInfo, demand: PlacementDemand) -> bool:
     return (
-        demand.only is None
-        and info.key != computing.key
+        info.key != computing.key
         and info.key not in demand.excluded
         and info.handoff_address != ""
         and info.cannot_send_to(computing) is None

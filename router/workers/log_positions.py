@@ -10,12 +10,14 @@ entry does: when it stays ahead of us from one read to the next, entries were lo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 
 from router.types.worker_view import PrefixChange, WorkerKey
 from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
 
 RETRY_S = 0.25
-"""Seconds between tries to load a missing state."""
+"""Seconds until a state is loaded again; doubled each time that it is missing, up to MOST_RETRY_S."""
+MOST_RETRY_S = 2.0
 
 
 class LogEntryAction(Enum):
@@ -44,6 +46,7 @@ class _Followed:
     """Id of the last entry that was read, applied or not."""
     reload: Reload | None = Reload.START
     not_before_s: float = 0.0
+    retry_s: float = RETRY_S
     seen_behind: int | None = None
     """Our position when the head was last found ahead of us."""
 
@@ -67,12 +70,14 @@ class LogPositions:
         self._followed.pop(key, None)
 
     def due(self, now_s: float) -> list[tuple[WorkerKey, Reload]]:
-        """Return the workers whose state is due to be loaded, and why."""
-        return [
-            (key, each.reload)
+        """Return the workers whose state is due to be loaded, and why: those first that have waited longest."""
+        due = [
+            (each.not_before_s, key, each.reload)
             for key, each in self._followed.items()
             if each.reload is not None and each.not_before_s <= now_s
         ]
+        due.sort(key=itemgetter(0))
+        return [(key, reload) for _, key, reload in due]
 
     def positions(self) -> dict[WorkerKey, str]:
         """Return the positions to read on from, for workers that have a state."""
@@ -84,9 +89,11 @@ class LogPositions:
         if followed is None:
             return iter(())
         # Also after finding a state: if it leaves another gap, it is not reloaded in a busy loop.
-        followed.not_before_s = now_s + RETRY_S
+        followed.not_before_s = now_s + followed.retry_s
         if state is None:
+            followed.retry_s = min(2 * followed.retry_s, MOST_RETRY_S)
             return iter(())
+        followed.retry_s = RETRY_S
         followed.next_sequence, followed.reload, followed.seen_behind = state.next_sequence, None, None
         followed.position = f"{state.next_sequence}-0"
         return _pieces(state)

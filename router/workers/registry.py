@@ -126,7 +126,7 @@ class WorkerRegistry:
         self._notify_watchers()
 
     def keys(self) -> set[WorkerKey]:
-        """Return the live workers, which costs a tenth of their snapshots."""
+        """Return the live workers."""
         return {worker.info.key for worker in self._workers.values()}
 
     def live_decoders(self) -> set[WorkerKey]:

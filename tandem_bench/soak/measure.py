@@ -49,10 +49,10 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
         finally:
             sending.cancel()
             await asyncio.wait([sending])
-            if options.samples is not None:
-                options.samples.write_text(watch.samples())
     rows += watch.rows()
     rows += _load_rows(load, total_s)
+    if options.samples is not None:
+        options.samples.write_text(watch.samples())
     print_table(out, rows)
     for reason, count in load.failures.most_common(10):
         out.print(f"failed {count} times: {reason}", soft_wrap=True)
@@ -146,8 +146,9 @@ class _Watch:
             self._num_killed += 1
 
     def samples(self) -> str:
-        """Return all samples, a line each: name, process id, seconds, own and shared MB, open files, threads."""
-        lines = [
+        """Return all samples, a line each."""
+        lines = ["process\tid\tseconds\town_mb\tshared_mb\topen_files\tthreads\n"]
+        lines += [
             f"{life.name}\t{life.pid}\t{one.at_s - self._begun_s:.1f}\t{one.own_bytes / MB:.3f}"
             f"\t{one.shared_bytes / MB:.3f}\t{one.num_files}\t{one.num_threads}\n"
             for life in self._lives.values()

@@ -196,6 +196,8 @@ class FakeWorker(WorkerServicer):
         self.worker_id = worker_id
         self.role = role
         self.script = script
+        self.load_period_s = 0.0
+        """The period of load reports that the router asked for in its newest session."""
         self.hello = pb.WorkerHello(
             protocol_version=SPOKEN.oldest,
             newest_version=SPOKEN.newest,
@@ -280,6 +282,7 @@ class FakeWorker(WorkerServicer):
     async def Session(self, request_iterator: Any, context: Any) -> None:
         first = await context.read()
         assert first.HasField("hello")
+        self.load_period_s = first.hello.load_period_s
         # Before the router can know this worker: what a test sends from then on must not go to an earlier session.
         outgoing = self._outgoing = asyncio.Queue()
         if self._direct is None or not first.hello.direct:

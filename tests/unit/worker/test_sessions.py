@@ -9,6 +9,7 @@ import pytest
 from tandem.protocol.session_versions import SPOKEN
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
+from worker import sessions
 from worker.session_port import MAX_QUEUED_MESSAGES, SessionPort
 from worker.sessions import WorkerSessions
 
@@ -187,6 +188,44 @@ class FailingPublisher:
 )
 def test_session_port_bounds_period_of_load_reports(asked: float, agreed: float) -> None:
     assert SessionPort(Incarnation(1), load_period_s=asked).load_period_s == agreed
+
+
+class CountedLoads(Handler):
+    """Counts the load reports that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_loads = 0
+        self.asked = asyncio.Event()
+
+    def opened(self, port: SessionPort) -> None: ...
+
+    async def load(self) -> pb.LoadSnapshot:
+        self.num_loads += 1
+        self.asked.set()
+        return pb.LoadSnapshot()
+
+
+async def test_load_reports_come_as_often_as_the_router_that_wants_most_and_at_once_to_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Only a new session can end the first wait within this test.
+    monkeypatch.setattr(sessions, "LOAD_PERIOD_S", 3600.0)
+    handler = CountedLoads()
+    served = WorkerSessions(handler)
+    reporting = asyncio.create_task(served.send_loads())
+    async with asyncio.timeout(10.0):
+        await handler.asked.wait()
+        for number, period_s in enumerate((3600.0, 0.001)):
+            handler.asked.clear()
+            port = SessionPort(Incarnation(number))
+            port.load_period_s = period_s
+            served._open(port)
+            await handler.asked.wait()
+        while handler.num_loads < 6:
+            handler.asked.clear()
+            await handler.asked.wait()
+    reporting.cancel()
 
 
 class Router(StuckRouter):

@@ -8,6 +8,7 @@ import sys
 import time
 from array import array
 from collections import deque
+from contextlib import AsyncExitStack
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,12 @@ from unittest.mock import MagicMock
 import grpc
 import pytest
 
+from router.fleet import worker_session
 from router.fleet.connections import RECONNECTS
 from router.fleet.native_streams import NativeStreams
 from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
-from router.fleet.worker_session import SessionSettings, WorkerSession, load_period_s
+from router.fleet.worker_session import SessionSettings, WorkerSession, choose_load_period
 from router.types.requests import PlainEvents, PlainStream
 from router.types.session_events import AttemptReader, PrefillRoute, StreamOffer, SubmitOrder
 from router.types.worker_view import WorkerKey
@@ -67,7 +69,7 @@ def _events(first: int, *changes: tuple[int, bool], cleared: bool = False) -> pb
 def test_router_with_many_workers_asks_for_fewer_load_reports(
     num_workers: int, silence_s: float, period_s: float
 ) -> None:
-    assert load_period_s(num_workers, silence_s) == pytest.approx(period_s)
+    assert choose_load_period(num_workers, silence_s) == pytest.approx(period_s)
 
 
 async def test_hello_registers_the_worker() -> None:
@@ -190,6 +192,17 @@ async def test_restarted_worker_is_new_with_empty_prefix_map(is_direct: bool) ->
             with pytest.raises(Unavailable):
                 old_port.submit(_order(), _IGNORED)
             assert await collect(router.generate(routed()))
+
+
+async def test_fleet_asks_workers_for_the_reports_that_suffice_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_session, "_MOST_REPORTS_PER_S", 10)
+    registry, workers = WatchedRegistry(), [FakeWorker(f"d{number}") for number in range(3)]
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        await stack.enter_async_context(fleet_of(*workers, registry=registry))
+        await registry.until_live(3)
+    assert [worker.load_period_s for worker in workers] == [pytest.approx(0.3)] * 3
 
 
 @both_carriers

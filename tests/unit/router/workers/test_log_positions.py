@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from router.types.worker_view import WorkerKey
-from router.workers.log_positions import RETRY_S, LogEntryAction, LogPositions, Reload
+from router.workers.log_positions import MOST_RETRY_S, RETRY_S, LogEntryAction, LogPositions, Reload
 from router.workers.prefix_map import PrefixMap
 from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -48,6 +48,24 @@ def test_log_positions_follow_from_loaded_state() -> None:
     list(view.load(ME, state(10, 1, 2), RETRY_S))
     assert view.due(9.0) == []
     assert view.positions() == {ME: "10-0"}
+
+
+def test_log_positions_missing_states_are_asked_for_ever_more_rarely_and_after_others() -> None:
+    view, other = LogPositions(), WorkerKey(WorkerId("d9"), Incarnation(9))
+    view.follow(ME)
+    now_s, waits_s = 0.0, []
+    for _ in range(6):
+        list(view.load(ME, None, now_s))
+        due_s = next(at_s for at_s in (now_s + n * RETRY_S for n in range(1, 99)) if view.due(at_s))
+        waits_s.append(due_s - now_s)
+        now_s = due_s
+    assert waits_s == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, MOST_RETRY_S, MOST_RETRY_S, MOST_RETRY_S]
+    view.follow(other)
+    assert [key for key, _ in view.due(now_s)] == [other, ME]
+    list(view.load(ME, state(10, 1, 2), now_s))
+    view.set_aside(ME, now_s)
+    list(view.load(ME, None, now_s))
+    assert ME in dict(view.due(now_s + RETRY_S))
 
 
 def test_log_positions_apply_new_and_ignore_known_entries() -> None:
