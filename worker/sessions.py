@@ -25,6 +25,8 @@ from tandem.values.ids import Incarnation
 from worker.direct_port import DirectPort
 from worker.session_port import EventSink, SessionPort, orders_of
 
+_LEAST_LOAD_PERIOD_S = 0.05
+"""However many sessions begin."""
 _log = logging.getLogger(__name__)
 
 
@@ -169,6 +171,7 @@ class WorkerSessions(WorkerServicer):
             self.broadcast(pb.WorkerMessage(load=load))
             # The reports are numbered alike for all routers, so the one that wants most of them decides.
             period_s = min((port.load_period_s for port in self._ports), default=LOAD_PERIOD_S)
+            await asyncio.sleep(_LEAST_LOAD_PERIOD_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began_s + period_s):
                     await self._has_new_port.wait()

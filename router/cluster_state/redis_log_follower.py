@@ -126,7 +126,11 @@ class CacheLogFollower:
         command: Command = (*how, *keys, *positions.values())
         (reply,) = await self._link.execute([command], patience_s=BLOCK_S, fits=_is_reading)
         if isinstance(reply, Refusal):
-            await self._find_culprit(keys)
+            for culprit in await self._find_culprits(keys):
+                del positions[culprit]
+            # At once, or some of many culprits, which are tried again, would always keep the others' from being read.
+            if positions:
+                await self._read(positions, waits=False)
             return
         for log, entry_id, data in _entries(reply):
             if (key := keys.get(log)) is None:
@@ -145,14 +149,17 @@ class CacheLogFollower:
         if verdict is LogEntryAction.APPLY and change is not None:
             self._apply(key, change)
 
-    async def _find_culprit(self, keys: dict[bytes, WorkerKey]) -> None:
-        """Find the log that makes reading all of them fail because it is not a log, and start its worker again."""
+    async def _find_culprits(self, keys: dict[bytes, WorkerKey]) -> list[WorkerKey]:
+        """Find logs that make reading all of them fail because they are none; set their workers aside, and return
+        them."""
         replies = await self._link.execute([("XLEN", log) for log in keys])
         culprits = [key for key, reply in zip(keys.values(), replies, strict=True) if isinstance(reply, Refusal)]
-        # No single log is at fault: Redis refuses the read itself.
-        for key in culprits or keys.values():
+        # If no single log is at fault, Redis refuses the read itself.
+        culprits = culprits or list(keys.values())
+        for key in culprits:
             self._counts.bad["changes"] += 1
             self._view.set_aside(key, self._clock())
+        return culprits
 
 
 def _value(data: Reply) -> bytes:

@@ -58,6 +58,9 @@ class AdmittedRequest(Struct, kw_only=True, eq=False):
                 turns.pop(self.entry, None)
                 self.queue.end(self)
                 raise
+            finally:
+                # It holds its error, the error's traceback this frame, and the frame it: see `_enter`.
+                del turn
             turns.pop(self.entry, None)
         # The run counts itself at its workers before its first await.
         asyncio.get_running_loop().call_soon(self.queue.placed, self.entry)
@@ -208,8 +211,8 @@ class AdmissionQueue:
             try:
                 raise refusal.with_traceback(None)
             finally:
-                # The error refers to this frame: a refused request would live until the next garbage collection, which
-                # takes 15 ms for a hundred of them (docs/extend/measurements.md).
+                # The error's traceback holds this frame: a refused request would live until the next garbage
+                # collection, which takes 15 ms for a hundred of them (docs/extend/measurements.md).
                 del entered, refusal
         loop = asyncio.get_running_loop()
         visits = []

@@ -62,6 +62,7 @@ _ROLES: dict[int, WorkerRole] = {
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
 _MAX_OFFER_S = 600.0
+_MAX_POOL_TOKENS = 1 << 48
 _MAX_PORT = 65535
 _MOST_BYTES_TOGETHER = 1 << 20
 """Bytes of orders in one message, not counting the last one: far below gRPC's limit, which fits the longest prompt."""
@@ -120,6 +121,8 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         raise ProtocolError(f"hello has direct_port {port} with a ticket of {num_bytes} bytes")
     if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
         raise ProtocolError(f"hello has an impossible KV layout: dtype {layout.dtype!r}, sizes {sizes}")
+    if (tokens := (hello.num_blocks + hello.num_blocks_below) * layout.block_size) > _MAX_POOL_TOKENS:
+        raise ProtocolError(f"hello has a pool of {tokens} tokens: at most {_MAX_POOL_TOKENS}")
     return WorkerInfo(
         key=WorkerKey(WorkerId(hello.worker_id), Incarnation(hello.incarnation)),
         role=role,

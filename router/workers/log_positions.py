@@ -16,7 +16,8 @@ from router.types.worker_view import PrefixChange, WorkerKey
 from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
 
 RETRY_S = 0.25
-"""Seconds until a state is loaded again; doubled each time that it is missing, up to MOST_RETRY_S."""
+"""Seconds until a state is loaded again; doubled, up to MOST_RETRY_S, each time that it is missing or that the log
+cannot be read."""
 MOST_RETRY_S = 2.0
 
 
@@ -49,6 +50,11 @@ class _Followed:
     retry_s: float = RETRY_S
     seen_behind: int | None = None
     """Our position when the head was last found ahead of us."""
+
+    def wait(self, now_s: float) -> None:
+        """Load the state later, and the next time after twice as long, until an entry of the log was read."""
+        self.not_before_s = now_s + self.retry_s
+        self.retry_s = min(2 * self.retry_s, MOST_RETRY_S)
 
 
 class LogPositions:
@@ -89,11 +95,10 @@ class LogPositions:
         if followed is None:
             return iter(())
         # Also after finding a state: if it leaves another gap, it is not reloaded in a busy loop.
-        followed.not_before_s = now_s + followed.retry_s
         if state is None:
-            followed.retry_s = min(2 * followed.retry_s, MOST_RETRY_S)
+            followed.wait(now_s)
             return iter(())
-        followed.retry_s = RETRY_S
+        followed.not_before_s = now_s + RETRY_S
         followed.next_sequence, followed.reload, followed.seen_behind = state.next_sequence, None, None
         followed.position = f"{state.next_sequence}-0"
         return _pieces(state)
@@ -105,7 +110,7 @@ class LogPositions:
         followed = self._followed.get(key)
         if followed is None or followed.reload is not None or followed.next_sequence is None:
             return LogEntryAction.IGNORE, None
-        followed.position = entry_id
+        followed.position, followed.retry_s = entry_id, RETRY_S
         due = followed.next_sequence
         if changes is None or changes.next_sequence <= due:
             return LogEntryAction.IGNORE, None
@@ -133,7 +138,8 @@ class LogPositions:
     def set_aside(self, key: WorkerKey, now_s: float) -> None:
         """Start again later with a worker whose log cannot be read."""
         if (followed := self._followed.get(key)) is not None:
-            followed.reload, followed.not_before_s = Reload.GAP, now_s + RETRY_S
+            followed.reload = Reload.GAP
+            followed.wait(now_s)
 
 
 def _pieces(state: CacheState) -> Iterator[PrefixChange]:

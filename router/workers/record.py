@@ -272,6 +272,8 @@ class WorkerTable:
 def _seated(records: Iterable[WorkerRecord], role: WorkerRole, before: PoolColumns) -> tuple[PoolMembers, PoolColumns]:
     """Give each worker of a pool its row; `before`: their columns until now, of which most cells are copied."""
     members = [record for record in records if record.info.role is role]
+    # First: if this fails, nothing has changed.
+    properties = PoolMembers([member.info for member in members], [member.slot for member in members])
     columns = PoolColumns(len(members))
     former = [member.move_row(columns, row) for row, member in enumerate(members)]
     moved = [(row, from_row) for row, from_row in enumerate(former) if from_row is not None]
@@ -279,4 +281,4 @@ def _seated(records: Iterable[WorkerRecord], role: WorkerRole, before: PoolColum
     for row, member in enumerate(members):
         if former[row] is None:
             member.assign_row(columns, row)
-    return PoolMembers([member.info for member in members], [member.slot for member in members]), columns
+    return properties, columns

@@ -40,6 +40,11 @@ _SETUP = Setup(
 async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
     """Add the figures to `rows`. Raises CannotMeasure when the cluster does not start or nothing was served."""
     total_s = options.minutes * 60
+    if options.samples is not None:
+        try:
+            options.samples.write_text("")
+        except OSError as error:
+            raise CannotMeasure(f"--samples {options.samples}: {error.strerror}") from None
     async with running(_SETUP) as cluster:
         watch = _Watch(total_s)
         load = SoakLoad(cluster.url, rate=options.rate, rng=Random(options.seed))

@@ -17,7 +17,7 @@ from router.types.worker_view import PrefixChange, WorkerKey
 from router.workers.log_positions import LogPositions
 from tandem.cluster_state.entries import STATE_BYTES, Changes, ClusterStateCodec, Process
 from tandem.cluster_state.redis_keys import ClusterStateKeys
-from tandem.rpc.redis_link import RedisLink
+from tandem.rpc.redis_link import RedisLink, Refusal
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 
 CODEC, KEYS = ClusterStateCodec(b"s" * 32, "c"), ClusterStateKeys("c")
@@ -38,6 +38,8 @@ class SlowRedis(RedisLink):
     def __init__(self, states: dict[WorkerKey, bytes]) -> None:
         self._states = {KEYS.state(Process(*key)): data for key, data in states.items()}
         self._logs = {KEYS.log(Process(*key)).encode(): key for key in states}
+        self.not_logs: set[bytes] = set()
+        """Keys of logs that hold something else."""
         self.read: list[tuple[int, int]] = []
         """Number of logs of each reading, and how long it was to wait, in milliseconds."""
 
@@ -45,11 +47,15 @@ class SlowRedis(RedisLink):
 
     async def execute(self, commands: Sequence[Any], **_: Any) -> list[Any]:
         await asyncio.sleep(PAUSE_S)
+        if commands[0][0] == "XLEN":
+            return [Refusal("WRONGTYPE") if log in self.not_logs else 1 for _, log in commands]
         if commands[0][0] == "GETRANGE":
             return [self._states.get(key, b"")[: last + 1] for _, key, _, last in commands]
         ((_, _, _, _, block_ms, _, *logs),) = commands
         half = len(logs) // 2
         self.read.append((half, block_ms))
+        if self.not_logs.intersection(logs[:half]):
+            return [Refusal("WRONGTYPE")]
         found = [self._entry(log) for log, at in zip(logs[:half], logs[half:], strict=True) if at == "1-0"]
         return [found or None]
 
@@ -124,3 +130,11 @@ async def test_bad_states_are_counted_and_others_are_loaded(size: int) -> None:
     await followed.run_until_known([good], 1)
     assert followed.counts.bad["state"] >= 1
     assert bad not in followed.known
+
+
+async def test_logs_that_are_none_do_not_keep_others_from_being_read() -> None:
+    bad, good = [worker(n) for n in range(10 * STATES_AT_ONCE)], [worker(n) for n in range(2000, 2040)]
+    followed = Followed({key: sealed(key) for key in (*bad, *good)}, [*bad, *good])
+    followed.redis.not_logs = {KEYS.log(Process(*key)).encode() for key in bad}
+    await followed.run_until_known(good, 1)
+    assert not any(followed.known.get(key) for key in bad)

@@ -330,6 +330,11 @@ async def test_malformed_message_ends_session_and_reconnects(is_direct: bool) ->
         assert await collect(router.generate(routed()))
 
 
+_HUGE_BLOCKS = common.KVLayout(
+    dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=(1 << 32) - 1, tp_size=1
+)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -341,6 +346,7 @@ async def test_malformed_message_ends_session_and_reconnects(is_direct: bool) ->
         ({"direct_port": 70_000, "direct_ticket": bytes(16)}, "direct_port 70000"),
         ({"direct_port": 7000}, "a ticket of 0 bytes"),
         ({"layout": common.KVLayout(dtype="float32")}, "impossible"),
+        ({"num_blocks": (1 << 32) - 1, "num_blocks_below": (1 << 32) - 1, "layout": _HUGE_BLOCKS}, "a pool of"),
     ],
 )
 def test_impossible_hello_is_refused(change: dict[str, object], message: str) -> None:

@@ -18,7 +18,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.http.app import create_app
 from router.http.server.http_server import HttpServer
 from router.types.requests import RoutedRequest
-from tandem.errors import Overloaded
+from tandem.errors import Overloaded, Unavailable
 from tests.support.fake_worker import FakeWorker, answer, hold
 from tests.support.router.admission_queues import gated, of
 from tests.support.router.cluster import cluster, collect, routed
@@ -112,7 +112,7 @@ async def test_dispatched_requests_leave_no_cycles() -> None:
 
 
 async def _refused(gate: Dispatcher, request: RoutedRequest) -> None:
-    with pytest.raises(Overloaded):
+    with pytest.raises((Overloaded, Unavailable)):
         await collect(gate.generate(request))
 
 
@@ -140,9 +140,10 @@ async def test_requests_evicted_from_the_queue_leave_no_cycles() -> None:
         running = [asyncio.create_task(collect(gate.generate(of("x", 0))))]
         held = await worker.submissions.get()
         running += [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(2)]
-        last = asyncio.create_task(_refused(gate, of("a", 2)))
         await asyncio.sleep(0)
         with collecting() as found:
+            last = asyncio.create_task(_refused(gate, of("a", 2)))
+            await asyncio.sleep(0)
             running.append(asyncio.create_task(collect(gate.generate(of("b", 0)))))
             await last
             del last
@@ -150,3 +151,16 @@ async def test_requests_evicted_from_the_queue_leave_no_cycles() -> None:
         held.give_all()
         await asyncio.gather(*running)
     assert not found
+
+
+async def test_requests_that_wait_in_vain_leave_no_cycles() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_queue_s=0.2) as (gate, _), asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(collect(gate.generate(of("x", 0))))
+        held = await worker.submissions.get()
+        with collecting() as found:
+            await asyncio.gather(*(_refused(gate, of("a", number)) for number in range(NUM_REQUESTS)))
+        worker.script = answer
+        held.give_all()
+        await running
+    assert not [name for name in found if name.startswith(("router.", "tandem."))]

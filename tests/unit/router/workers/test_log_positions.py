@@ -64,7 +64,10 @@ def test_log_positions_missing_states_are_asked_for_ever_more_rarely_and_after_o
     assert [key for key, _ in view.due(now_s)] == [other, ME]
     list(view.load(ME, state(10, 1, 2), now_s))
     view.set_aside(ME, now_s)
-    list(view.load(ME, None, now_s))
+    assert ME not in dict(view.due(now_s + MOST_RETRY_S / 2)), "its state says nothing about its log"
+    list(view.load(ME, state(10, 1, 2), now_s))
+    view.entry(ME, "12-0", changes(10, 3, 4))
+    view.set_aside(ME, now_s)
     assert ME in dict(view.due(now_s + RETRY_S))
 
 
