@@ -7,7 +7,6 @@ thread, and the owner is called on it. News about hand-offs that have ended is i
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -57,8 +56,36 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, BlockId, TransferId
 from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes, SampledToken
 
-_MAX_REMEMBERED = 16384
-"""Number of ended hand-offs whose newest attempt is remembered, so that a replayed PREFILL starts nothing."""
+
+class NewestAttempts:
+    """The newest attempt of each recent hand-off, so that a replayed PREFILL starts nothing.
+
+    A hand-off is remembered for at least `REMEMBERED_S`, or until `LEAST_REMEMBERED` more have begun if that is sooner.
+    Forgets in two generations, which need no order among their members. Pure.
+    """
+
+    REMEMBERED_S = 300.0
+    """A decode worker gives a hand-off up within seconds of silence, so that no message of it is as late as this. One
+    that were would cost a prompt's computation, but no block: the receiver refuses what it did not ask for."""
+    LEAST_REMEMBERED = 8192
+
+    def __init__(self) -> None:
+        self._recent: dict[TransferId, int] = {}
+        self._older: dict[TransferId, int] = {}
+        self._since_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._older)
+
+    def get(self, transfer_id: TransferId) -> int | None:
+        """Return the newest attempt of a hand-off; None for one that is not remembered."""
+        return self._recent.get(transfer_id, self._older.get(transfer_id))
+
+    def add(self, key: TransferKey, now_s: float) -> None:
+        """Remember an attempt newer than those before it."""
+        if now_s - self._since_s >= self.REMEMBERED_S or len(self._recent) >= self.LEAST_REMEMBERED:
+            self._older, self._recent, self._since_s = self._recent, {}, now_s
+        self._recent[key.transfer_id] = key.attempt
 
 
 class SenderHub:
@@ -89,7 +116,7 @@ class SenderHub:
         self._links: dict[SenderLink, asyncio.Task[Any] | None] = {}
         self._exited = False
         self._attempts: dict[TransferId, SenderAttempt] = {}
-        self._newest: OrderedDict[TransferId, int] = OrderedDict()
+        self._newest = NewestAttempts()
         self._empty = asyncio.Event()
         self._empty.set()
         self._no_prompts = asyncio.Event()
@@ -311,12 +338,15 @@ class SenderHub:
             return
         older = self._attempts.get(key.transfer_id)
         if older is not None:
+            # It may have waited in the queue for longer than it is remembered.
+            if guards.superseded(key.attempt, older.key.attempt):
+                return
             older.on_event(HandoffCancelled(reason="superseded by a newer attempt"))
         if refusal := self._refusal(link, key, body):
             link.send(key, Reject(failure=Failure.from_error(refusal)))
             return
-        self._remember(key)
         now = self._reaper.now()
+        self._newest.add(key, now)
         if (trace := begin_trace(self._tracer, "tandem.send", key, body.job)) is not None:
             body = replace(body, job=replace(body.job, trace=trace.context))
         attempt = SenderAttempt(Sender(self._plan(link, key, body), now), link, self._context, trace)
@@ -367,12 +397,6 @@ class SenderHub:
             write_window=self._settings.write_window,
             max_rewrites=self._settings.max_rewrites,
         )
-
-    def _remember(self, key: TransferKey) -> None:
-        self._newest[key.transfer_id] = key.attempt
-        self._newest.move_to_end(key.transfer_id)
-        if len(self._newest) > _MAX_REMEMBERED:
-            self._newest.popitem(last=False)
 
     def _closed(self, attempt: SenderAttempt) -> None:
         del self._attempts[attempt.key.transfer_id]

@@ -109,6 +109,8 @@ class CacheLogFollower:
             if len(_value(data)) <= SMALL_STATE_BYTES:
                 return self._codec.open_state(_value(data), process)
             (whole,) = await self._link.execute([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
+            if whole == b"":  # It has gone in between.
+                return None
             # Off the loop: it may be megabytes.
             return await asyncio.to_thread(self._codec.open_state, _value(whole), process)
         except BadEntry:

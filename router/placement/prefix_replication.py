@@ -23,6 +23,8 @@ from tandem.values.ids import BlockHash
 
 _OFTEN = 2
 """Requests before a prefix counts as shared."""
+_COLD_HALF_LIVES = 20
+"""Half-lives without a request after which a prefix is forgotten: a millionth of its demand is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class ReplicationPolicy:
     burst_tokens: int = 65_536
     """Budget saved up at most, and available at the start."""
     most_prefixes: int = 4096
-    """Prefixes followed at a time; the least recently requested is forgotten."""
+    """Prefixes followed at a time; the least recently requested is forgotten, and those long without a request are."""
     least_blocks: int = 16
     """Hash blocks of the shortest prefix that is followed."""
 
@@ -118,9 +120,8 @@ class HotPrefixes:
             name = names[depth - 1]
             heat = self._heats.get(name)
             if heat is None:
+                self._forget(now_s)
                 heat = self._heats[name] = _Heat(now_s, depth)
-                if len(self._heats) > policy.most_prefixes:
-                    self._heats.popitem(last=False)
             else:
                 self._heats.move_to_end(name)
             heat.num_requests += 1
@@ -128,6 +129,15 @@ class HotPrefixes:
             heat.rate = heat.rate * exp((heat.at_s - now_s) * self._decay) + work_ms * self._decay
             heat.at_s = now_s
             depth *= 2
+
+    def _forget(self, now_s: float) -> None:
+        """Make room for a prefix: forget the least recently requested if there are too many, and those gone cold."""
+        cold_s = now_s - _COLD_HALF_LIVES * self._policy.half_life_s
+        while self._heats:
+            name, heat = next(iter(self._heats.items()))
+            if len(self._heats) < self._policy.most_prefixes and heat.at_s > cold_s:
+                return
+            del self._heats[name]
 
     def copied(self, names: Sequence[BlockHash], num_tokens: int, held_tokens: int, now_s: float) -> None:
         """Charge the budget for a placement that makes a copy: of `num_tokens`, all but `held_tokens` are computed."""

@@ -87,6 +87,16 @@ def test_replication_followed_prefixes_are_bounded() -> None:
     assert hot.wanted_tokens(NAMES, lambda _: 1, 0.0) or all(depth in (16, 32, 64) for depth in hot.depths(len(NAMES)))
 
 
+def test_replication_prefixes_gone_cold_are_forgotten() -> None:
+    hot, rng = HotPrefixes(ReplicationPolicy(half_life_s=1.0)), Random(1)
+    for second in range(200):
+        hot.on_placed([BlockHash(rng.randbytes(16)) for _ in range(16)], work_ms=1.0, tokens=10, now_s=float(second))
+        hot.on_placed(NAMES[:16], work_ms=100.0, tokens=10, now_s=float(second))
+    assert len(hot) <= 22
+    (hottest,) = hot.hottest(1, 200.0)
+    assert hottest.num_requests == 200
+
+
 class Clock:
     now_s = 0.0
 
