@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,15 +13,21 @@ from tandem_bench.client import Client, Completion
 from tandem_bench.clusters import COLOCATED, RunningCluster, Setup, running
 from tandem_bench.engine.footprint import Footprint, Watch
 from tandem_bench.engine.workload import Job, Outcome, outcome
+from tandem_bench.errors import CannotMeasure
 from tandem_bench.peers.environments import ENVIRONMENTS, ensure
 from tandem_bench.peers.process import EngineProcess, Launch, Started
 from tandem_bench.prompts import Prompt
 
 TANDEM = "tandem"
+PLAIN = "tandem bfloat16"
+"""Tandem with the weights as they are, beside Tandem and peers with fewer bits."""
 WORKER = "tandem worker"
-PEERS = ("transformers", "vllm", "openvino")
-TAKES_NEWCOMERS = frozenset({TANDEM, "vllm", "openvino"})
-"""Engines whose running batch other requests can join."""
+TAKES_NO_NEWCOMERS = frozenset({"transformers"})
+"""Engines whose running batch other requests cannot join."""
+_FILE_TYPES: Mapping[int | None, tuple[str, ...]] = {None: ("bf16",), 8: ("q8_0",), 4: ("q4_0", "q4_k_m")}
+"""llama.cpp's formats by bits."""
+_VLLM_GROUP = 128
+"""Columns with one scale, in four bits: what published checkpoints have and vLLM's kernels are made for."""
 _PEER_KV_GIB = 1
 """KV memory of the peers: more than they need for the largest job."""
 
@@ -40,6 +46,8 @@ class Stage:
     """Blocks of Tandem's KV pool."""
     settings: Mapping[str, Any]
     """Further settings of Tandem's engine section, by dotted name."""
+    bits: int | None = None
+    """Bits of the weights, which engines quantize in their own ways; None: as the model has them."""
 
     def engine_section(self) -> dict[str, Any]:
         return {"device": self.device, "num_blocks": self.num_blocks, "num_threads": self.num_threads}
@@ -49,6 +57,11 @@ class Stage:
         engine = {f"engine.{name}": value for name, value in self.engine_section().items()}
         model = {"model.path": str(self.model), "model.dtype": self.dtype, "model.max_model_len": self.max_model_len}
         return model | engine | dict(self.settings)
+
+    def plain(self) -> "Stage":
+        """Return these conditions with the weights as the model has them."""
+        settings = {name: value for name, value in self.settings.items() if name != "engine.quantization"}
+        return replace(self, settings=settings, bits=None)
 
     def peer_options(self) -> dict[str, Any]:
         """Return the options that the peers' adapters support."""
@@ -164,14 +177,14 @@ def arrivals(answer: Completion) -> tuple[float, ...]:
     return tuple(times)
 
 
-def tandem(stage: Stage) -> ProcessContestant:
+def tandem(stage: Stage, name: str = TANDEM) -> ProcessContestant:
     """Launch Tandem's engine in this environment."""
     # Its modules are found wherever this one was, installed or not.
     root = str(Path(__file__).parents[2])
     return ProcessContestant(
-        TANDEM,
+        name,
         Launch(
-            name=TANDEM,
+            name=name,
             python=Path(sys.executable),
             adapter=str(Path(__file__).with_name("on_tandem.py")),
             options={"overrides": stage.overrides()},
@@ -180,20 +193,59 @@ def tandem(stage: Stage) -> ProcessContestant:
     )
 
 
-def peer(name: str, stage: Stage, note: Callable[[str], None]) -> ProcessContestant:
-    """Launch a peer in its own environment, which is created if missing. Raises PeerNotInstalled."""
+def ours(stage: Stage) -> list[ProcessContestant]:
+    """Launch Tandem's engine; where weights are quantized, also with the weights as they are."""
+    return [tandem(stage), *([tandem(stage.plain(), PLAIN)] if stage.bits is not None else [])]
+
+
+def peer(name: str, stage: Stage, note: Callable[[str], None]) -> list[ProcessContestant]:
+    """Launch a peer in its own environment, which is created if missing; once for each of its formats.
+
+    Raises PeerNotInstalled; CannotMeasure where it has no weights of so few bits.
+    """
+    if name == "transformers" and stage.bits is not None:
+        raise CannotMeasure("--bits: transformers multiplies in no fewer bits on a CPU")
     environment = ENVIRONMENTS[name]
     python = ensure(environment, note)
     options = stage.peer_options()
     variables: dict[str, str] = {}
+    converted = f"{stage.model.name}-{environment.folder.name}"
     if name == "openvino":
-        options["converted"] = str(cache_dir("openvino") / f"{stage.model.name}-{environment.folder.name}")
+        suffix = "" if stage.bits is None else f"-int{stage.bits}"
+        options |= {"converted": str(cache_dir("openvino") / f"{converted}{suffix}"), "bits": stage.bits}
     elif name == "vllm":
+        options["model"] = str(_for_vllm(stage, note))
         variables = _vllm_variables(environment.folder, options)
-    return ProcessContestant(
-        name,
-        Launch(name=name, python=python, adapter=f"on_{name}.py", options=options, environment=variables),
-    )
+    elif name == "llama.cpp":
+        options["converted"] = str(cache_dir("llama.cpp") / converted)
+        return [
+            _launched(f"{name} {file_type}", "on_llama_cpp.py", python, options | {"file_type": file_type}, {})
+            for file_type in _FILE_TYPES[stage.bits]
+        ]
+    return [_launched(name, f"on_{name}.py", python, options, variables)]
+
+
+def _launched(
+    name: str, adapter: str, python: Path, options: Mapping[str, Any], variables: Mapping[str, str]
+) -> ProcessContestant:
+    launch = Launch(name=name, python=python, adapter=adapter, options=dict(options), environment=dict(variables))
+    return ProcessContestant(name, launch)
+
+
+def _for_vllm(stage: Stage, note: Callable[[str], None]) -> Path:
+    """Return the model with weights as vLLM reads them, made on first use: W8A8 or W4A16 of compressed-tensors."""
+    if stage.bits is None:
+        return stage.model
+    from engine.quantize.model_quantizer import quantize_model
+    from engine.quantize.settings import QuantizationSettings, Scheme
+
+    scheme, group_size = (Scheme.INT8, None) if stage.bits == 8 else (Scheme.INT4, _VLLM_GROUP)
+    folder = cache_dir("models") / f"{stage.model.name}-{scheme.value}"
+    if not folder.exists():
+        note(f"quantizing the model for vLLM in {folder}, once")
+        settings = QuantizationSettings.resolve(scheme, method=None, group_size=group_size, is_calibrated=False)
+        quantize_model(stage.model, folder, settings)
+    return folder
 
 
 def _vllm_variables(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:

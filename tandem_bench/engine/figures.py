@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from tandem_bench.engine.ceilings import Ceilings
-from tandem_bench.engine.contestants import TANDEM
+from tandem_bench.engine.contestants import PLAIN, TANDEM
 from tandem_bench.engine.footprint import Footprint
 from tandem_bench.engine.roofline import ModelCost, mean_context
 from tandem_bench.engine.rounds import Cell, Measurement, round_ratios
@@ -17,6 +17,10 @@ from tandem_bench.spine.speed import percentile
 DECODE_GOAL = 1.2
 """Goal relative to the best peer of the same round, at concurrency 4 and 16; at 1 or this share of the limit:"""
 LIMIT_SHARE_GOAL = 0.9
+LOW_BIT_SHARE_GOALS = {8: 0.85, 4: 0.75}
+"""The same by the bits of quantized weights."""
+PLAIN_GOALS = {1: 2.4, 16: 1.3}
+"""Goals of four bits relative to the same engine with sixteen, by concurrency."""
 PREFILL_GOAL = 1.5
 GAP_GOAL_S = 0.4
 OVERHEAD_GOAL_PERCENT = 3.0
@@ -145,11 +149,16 @@ def ratio_rows(done: Sequence[Measurement], cost: ModelCost, *, judged: bool) ->
             for name, ratios in round_ratios(done, cell, rate).items():
                 unit = f"times {name}, median of {len(ratios)} rounds"
                 at_least = goal if judged and name == "best" else None
+                if judged and name == PLAIN and kind == "decode" and cost.weight_bits == 4:
+                    at_least = PLAIN_GOALS.get(cell.concurrency)
                 rows.append(
-                    figure(f"ratio.{cell.label}.{kind}.{name}", median(ratios.values()), unit, at_least=at_least)
+                    figure(
+                        f"ratio.{cell.label}.{kind}.{_label(name)}", median(ratios.values()), unit, at_least=at_least
+                    )
                 )
         if cell.concurrency == 1 and (shares := _alone_shares(done, cell, cost)):
-            unit = f"times the smaller of {DECODE_GOAL:g} x best and {LIMIT_SHARE_GOAL:g} x limit"
+            share = _share_goal(cost)
+            unit = f"times the smaller of {DECODE_GOAL:g} x best and {share:g} x limit"
             at_least = 1.0 if judged else None
             rows.append(figure(f"ratio.{cell.label}.decode.wanted", median(shares), unit, at_least=at_least))
     return rows
@@ -165,15 +174,19 @@ def _alone_shares(done: Sequence[Measurement], cell: Cell, cost: ModelCost) -> l
             continue
         rate = mine.outcome.decode_tokens_per_s
         limit = cost.decode_limit(cell.concurrency, context, mine.read_bytes_per_s)
-        shares.append(max(over_best[mine.round_index] / DECODE_GOAL, rate / (LIMIT_SHARE_GOAL * limit)))
+        shares.append(max(over_best[mine.round_index] / DECODE_GOAL, rate / (_share_goal(cost) * limit)))
     return shares
+
+
+def _share_goal(cost: ModelCost) -> float:
+    return LOW_BIT_SHARE_GOALS.get(cost.weight_bits, LIMIT_SHARE_GOAL)
 
 
 def life_rows(entries: Mapping[str, Entry], *, judged: bool) -> list[Row]:
     """Return the start-up time and memory of every engine."""
     rows: list[Row] = []
     for contestant, entry in entries.items():
-        name, is_own = contestant.replace(" ", "_"), contestant == TANDEM
+        name, is_own = _label(contestant), contestant == TANDEM
         about, memory = entry.started.about, entry.footprint
         load_goal = LOAD_GOAL_S if judged and is_own else None
         rows += [
@@ -228,3 +241,8 @@ def _decode_rate(outcome: Outcome) -> float:
 
 def _prefill_rate(outcome: Outcome) -> float:
     return outcome.prefill_tokens_per_s
+
+
+def _label(contestant: str) -> str:
+    """Return a contestant's name as part of a row's: without spaces and dots."""
+    return contestant.replace(" ", "_").replace(".", "_")

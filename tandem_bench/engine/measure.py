@@ -22,8 +22,8 @@ from tandem_bench.engine.contestants import (
     Contestant,
     Stage,
     WorkerContestant,
+    ours,
     peer,
-    tandem,
 )
 from tandem_bench.engine.figures import Entry, Summary
 from tandem_bench.engine.roofline import ModelCost
@@ -157,6 +157,8 @@ _OTHERS: Mapping[str, Callable[[argparse.Namespace, Console, Callable[[str], Non
 def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], None]) -> Subject:
     """Find or make the model, and compute the memory that the jobs need. Raises ConfigError, CannotMeasure."""
     settings = dict(map(_setting, given.set))
+    if given.bits is not None:
+        settings["engine.quantization"] = f"int{given.bits}"
     load(None, settings)  # report errors in the settings before anything is measured
     if given.device == "cuda" and not torch.cuda.is_available():
         raise CannotMeasure("--device cuda: torch sees no CUDA device")
@@ -176,11 +178,12 @@ def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], 
         max_num_seqs=max(cell.concurrency for cell in cells) + 1,
         num_blocks=pool_blocks(cells),
         settings=settings,
+        bits=given.bits,
     )
     return Subject(
         stage=stage,
         config=config,
-        cost=ModelCost.from_config(config, given.dtype),
+        cost=ModelCost.from_config(config, given.dtype, bits=given.bits),
         device=torch.device("cuda" if has_cuda else "cpu"),
         is_judged=given.model is None and given.shape == REFERENCE and given.dtype == "bfloat16" and not has_cuda,
     )
@@ -192,7 +195,8 @@ def _title(given: argparse.Namespace, subject: Subject, summaries: Sequence[Summ
     rates = sorted({round(seen.machine_bytes_per_s / 1e9) for seen in summaries})
     spread = f"{rates[0]}" if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
     today = datetime.now(UTC).date()
-    return f"{name}, {given.dtype}, {where}, {today}; the memory read {spread} GB/s meanwhile"
+    weights = given.dtype if given.bits is None else f"int{given.bits}"
+    return f"{name}, {weights}, {where}, {today}; the memory read {spread} GB/s meanwhile"
 
 
 def pool_blocks(cells: tuple[Cell, ...]) -> int:
@@ -227,7 +231,8 @@ async def _engines(
     done: list[Measurement] = []
     entries: Mapping[str, Entry] = {}
     if cells := scale.engine_cells(parts):
-        contestants = [tandem(subject.stage), *(peer(name, subject.stage, note) for name in options.peers(given))]
+        peers = [each for name in options.peers(given) for each in peer(name, subject.stage, note)]
+        contestants = [*ours(subject.stage), *peers]
         plan = _plan(cells, scale.num_rounds, subject, note)
         done, entries = await _compete(contestants, plan, box)
     if "worker" in parts:

@@ -7,7 +7,8 @@ PARTS = ("engine", "prefills", "worker", "baselines", "scheduling", "eviction")
 MODEL_PARTS = PARTS[:3]
 """Parts that measure the selected model; also the default parts."""
 SHAPE_NAMES = ("tiny", "0.04b", "0.5b", "1b", "8b")
-PEER_NAMES = ("transformers", "vllm", "openvino")
+PEER_NAMES = ("transformers", "vllm", "openvino", "llama.cpp")
+BITS = (8, 4)
 BASELINE_NAMES = ("no-kv-cache", "contiguous-kv", "static-batching", "padded-batches")
 
 
@@ -16,6 +17,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", type=Path, metavar="DIR", help="directory in Hugging Face layout")
     what.add_argument("--shape", choices=SHAPE_NAMES, default="0.5b", help="random model; 0.5b is the reference")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=BITS,
+        help="weights of every engine in so few bits: Tandem quantizes at load, peers each in their own way",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine; default: all cores")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
@@ -49,7 +56,9 @@ def parts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def peers(options: argparse.Namespace) -> tuple[str, ...]:
-    return PEER_NAMES if options.full and not options.peer else tuple(dict.fromkeys(options.peer))
+    if options.peer or not options.full:
+        return tuple(dict.fromkeys(options.peer))
+    return tuple(name for name in PEER_NAMES if options.bits is None or name != "transformers")
 
 
 def baselines(options: argparse.Namespace) -> tuple[str, ...]:

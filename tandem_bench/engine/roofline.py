@@ -27,10 +27,16 @@ class ModelCost:
     attention_width: int
     """Number of query heads times their size, over all layers."""
     item_bytes: int
+    weight_bits: int
+    """Bits of a number in the layers' matrices; scales are not counted."""
+    head_bits: int
 
     @classmethod
-    def from_config(cls, config: ModelSpec, dtype: str) -> "ModelCost":
-        """The cost of a model computed in `dtype`, KV cache included."""
+    def from_config(cls, config: ModelSpec, dtype: str, *, bits: int | None = None) -> "ModelCost":
+        """The cost of a model computed in `dtype`, KV cache included.
+
+        `bits`: of the weights, if they are quantized; the head then has eight at least, as every engine keeps it.
+        """
         hidden, width = config.hidden_size, config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * config.intermediate_size
@@ -43,12 +49,16 @@ class ModelCost:
             kv_numbers_per_token=2 * config.num_layers * kv_width,
             attention_width=config.num_layers * width,
             item_bytes=DTYPE_BYTES[dtype],
+            weight_bits=bits or 8 * DTYPE_BYTES[dtype],
+            head_bits=max(8, bits) if bits else 8 * DTYPE_BYTES[dtype],
         )
 
     @property
     def weights_bytes(self) -> int:
         """Bytes read by every decode step, however many sequences share it."""
-        return self.streamed_weights * self.item_bytes
+        others = self.streamed_weights - self.layer_weights - self.head_weights
+        quantized_bits = self.layer_weights * self.weight_bits + self.head_weights * self.head_bits
+        return quantized_bits // 8 + others * self.item_bytes
 
     def decode_step_bytes(self, num_seqs: int, context: float) -> float:
         """Return the bytes read by a step that adds a token to each of `num_seqs` sequences of `context` tokens."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from tandem_bench.engine.contestants import TAKES_NEWCOMERS, TANDEM, Contestant
+from tandem_bench.engine.contestants import PLAIN, TAKES_NO_NEWCOMERS, TANDEM, Contestant
 from tandem_bench.engine.workload import PROMPT_TOKENS, Job, Outcome, random_prompts
 
 _SETTLE_S = 0.3
@@ -120,7 +120,7 @@ async def run_rounds(
                 continue
             job = cell.job(round_index, plan.vocab_size)
             for contestant in order:
-                if cell.with_newcomers and contestant.name not in TAKES_NEWCOMERS:
+                if cell.with_newcomers and contestant.name in TAKES_NO_NEWCOMERS:
                     continue
                 await asyncio.sleep(_SETTLE_S)
                 before, seen, after = plan.bandwidth(), await contestant.run(job), plan.bandwidth()
@@ -155,17 +155,17 @@ def describe(measured: Measurement) -> str:
 def round_ratios(
     done: Sequence[Measurement], cell: Cell, rate: Callable[[Outcome], float]
 ) -> Mapping[str, Mapping[int, float]]:
-    """Return Tandem's rate over each peer's, and over the best peer's ("best"), in the rounds in which both ran."""
+    """Return Tandem's rate over each other engine's, and over the best peer's ("best"), in rounds in which both ran."""
     rounds: dict[int, dict[str, float]] = {}
     for seen in done:
         if seen.cell == cell:
             rounds.setdefault(seen.round_index, {})[seen.contestant] = rate(seen.outcome)
     ratios: dict[str, dict[int, float]] = {}
     for index, rates in rounds.items():
-        own = rates.get(TANDEM)
-        peers = {name: value for name, value in rates.items() if name != TANDEM}
-        if own is None or not peers:
+        own = rates.pop(TANDEM, None)
+        if own is None:
             continue
-        for name, value in (*peers.items(), ("best", max(peers.values()))):
+        peers = [value for name, value in rates.items() if name != PLAIN]
+        for name, value in (*rates.items(), *((("best", max(peers)),) if peers else ())):
             ratios.setdefault(name, {})[index] = own / value
     return ratios

@@ -1,6 +1,7 @@
 """OpenVINO GenAI: its continuous-batching pipeline, stepped here. Runs in OpenVINO's own environment.
 
-The model is converted once with optimum-intel, with weights kept in 16 bits, and stored next to it in the cache.
+The model is converted once with optimum-intel, with weights in 16 bits or as it quantizes them itself, and stored next
+to it in the cache.
 """
 
 import importlib
@@ -20,7 +21,7 @@ class Adapter:
         self._ov: Any = importlib.import_module("openvino")
         self._genai: Any = importlib.import_module("openvino_genai")
         self._numpy: Any = importlib.import_module("numpy")
-        folder = _converted(Path(options["model"]), Path(options["converted"]))
+        folder = _converted(Path(options["model"]), Path(options["converted"]), options.get("bits"))
         scheduler = self._genai.SchedulerConfig()
         scheduler.cache_size = options["kv_gib"]
         scheduler.max_num_seqs = max(options["max_num_seqs"], 8)
@@ -80,14 +81,18 @@ def _read(handle: Any) -> list[int]:
     return new
 
 
-def _converted(model: Path, folder: Path) -> Path:
-    """Convert the model and its tokenizer to OpenVINO's IR, once."""
+def _converted(model: Path, folder: Path, bits: int | None) -> Path:
+    """Convert the model and its tokenizer to OpenVINO's IR, once; with 4 bits in groups of 128, its default."""
     if not (folder / "complete").exists():
         optimum: Any = importlib.import_module("optimum.intel")
         # Without `load_in_8bit=False`, models beyond a billion parameters would be quantized by default.
-        optimum.OVModelForCausalLM.from_pretrained(
-            str(model), export=True, compile=False, load_in_8bit=False
-        ).save_pretrained(str(folder))
+        weights: dict[str, Any] = {"load_in_8bit": bits == 8}
+        if bits == 4:
+            config = optimum.OVWeightQuantizationConfig(bits=4, sym=True, group_size=128, ratio=1.0)
+            weights = {"quantization_config": config}
+        optimum.OVModelForCausalLM.from_pretrained(str(model), export=True, compile=False, **weights).save_pretrained(
+            str(folder)
+        )
         convert = Path(sys.executable).with_name("convert_tokenizer")
         subprocess.run([str(convert), str(model), "--with-detokenizer", "-o", str(folder)], check=True)
         (folder / "complete").touch()

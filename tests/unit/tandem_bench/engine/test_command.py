@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem_bench.engine import contestants, options, plot
+from tandem_bench.engine import options, plot
 from tandem_bench.engine.baselines import _BASELINES
 from tandem_bench.engine.figures import Summary
 from tandem_bench.engine.measure import Scale, make_subject, measure, pool_blocks
@@ -30,7 +30,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 def test_bench_engine_option_names_match_modules() -> None:
     assert set(options.SHAPE_NAMES) == SHAPES.keys()
-    assert set(options.PEER_NAMES) == ENVIRONMENTS.keys() == set(contestants.PEERS)
+    assert set(options.PEER_NAMES) == ENVIRONMENTS.keys()
     assert set(options.BASELINE_NAMES) == _BASELINES.keys()
 
 
@@ -42,6 +42,7 @@ def test_bench_engine_flags_choose_parts_and_peers() -> None:
     assert options.peers(parsed()) == ()
     assert options.peers(parsed("--full")) == options.PEER_NAMES
     assert options.peers(parsed("--full", "--peer", "vllm")) == ("vllm",)
+    assert options.peers(parsed("--full", "--bits", "4")) == ("vllm", "openvino", "llama.cpp")
 
 
 def test_bench_engine_only_default_run_has_time_limit() -> None:

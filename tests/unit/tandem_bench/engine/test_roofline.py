@@ -44,3 +44,15 @@ def test_roofline_prefill_limits_match_issue(cost: ModelCost, tflops: float, tok
 def test_roofline_longer_contexts_and_prompts_cost_more(cost: ModelCost) -> None:
     assert cost.decode_limit(16, 2048, 2e10) < cost.decode_limit(16, 512, 2e10)
     assert cost.prompt_flops_per_token(4096) > cost.prompt_flops_per_token(1024)
+
+
+@pytest.mark.parametrize(("bits", "gb"), [(8, 0.4445), (4, 0.256)])
+def test_roofline_quantized_weights(bits: int, gb: float) -> None:
+    config = SHAPES[REFERENCE].model_config()
+    cost = ModelCost.from_config(config, "bfloat16", bits=bits)
+    head = config.vocab_size * config.hidden_size
+    assert cost.weights_bytes == pytest.approx(cost.layer_weights * bits / 8 + head, rel=1e-3)
+    assert cost.weights_bytes == pytest.approx(gb * 1e9, rel=5e-3)
+    # Keys and values stay as they are.
+    grown = cost.decode_step_bytes(2, 100.0) - cost.decode_step_bytes(1, 100.0)
+    assert grown == 200 * cost.kv_numbers_per_token

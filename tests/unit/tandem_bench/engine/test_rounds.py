@@ -1,5 +1,7 @@
 """Rounds: their order, comparisons, and rounds skipped for lack of time."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem_bench.engine import rounds
@@ -125,6 +127,22 @@ def test_rounds_goals_are_against_best_peer() -> None:
     assert rows["ratio.c4.p8.decode.best"].met is False  # 1.1 < 1.2
     assert rows["ratio.c4.p8.prefill.best"].value == pytest.approx(1.1)
     assert all(row.met is None for row in ratio_rows(done, COST, judged=False))
+
+
+def test_rounds_own_dense_weights_are_no_peer() -> None:
+    done = [measurement("tandem", 0, 1.0), measurement("tandem bfloat16", 0, 2.0), measurement("a.b c", 0, 3.0)]
+    ratios = round_ratios(done, FOUR, lambda seen: seen.decode_tokens_per_s)
+    assert ratios["tandem bfloat16"] == pytest.approx({0: 2.0})
+    assert ratios["best"] == ratios["a.b c"]
+    rows = {row.name: row for row in ratio_rows(done, COST, judged=True)}
+    assert rows["ratio.c4.p8.decode.a_b_c"].value == pytest.approx(3.0)
+    # The goals of four bits, at one sequence and at sixteen.
+    one = Cell(concurrency=1, prompt_tokens=8, num_tokens=5)
+    done = [measurement("tandem", 0, 1.0, cell=one), measurement("tandem bfloat16", 0, 2.3, cell=one)]
+    four_bits = replace(COST, weight_bits=4)
+    found = {row.name: row.met for row in ratio_rows(done, four_bits, judged=True)}
+    assert found["ratio.c1.p8.decode.tandem_bfloat16"] is False
+    assert {row.met for row in ratio_rows(done, COST, judged=True) if "bfloat16" in row.name} == {None}
 
 
 def test_rounds_lower_machine_limit_decides_single_stream_goal() -> None:
