@@ -98,16 +98,13 @@ async def _with_fabric(
     channels: ClusterChannels,
     spawn: Spawn,
 ) -> None:
-    """Enable hand-offs, unless some rank's KV is where nothing serves it: on GPUs of several nodes."""
-    region = region_of(host.parts)
-    if region is None:
-        return
+    """Enable hand-offs."""
     if host.parts.pool is not None:
         stack.callback(host.parts.pool.close)
     plan = FabricPlan(
         identity=worker.identity,
         host=host,
-        region=region,
+        region=region_of(host.parts),
         transport=config.transfer.transport,
         isolated_network=config.transfer.isolated_network,
         settings=transfer_settings(config.transfer),
@@ -115,7 +112,7 @@ async def _with_fabric(
         auth=ClusterAuth(cluster_secret(config)),
         channels=channels,
         spawn=spawn,
-        rank_sockets=host.parts.ranks.region_sockets,
+        rank_links=host.parts.ranks.region_links,
         handoffs=worker.handoffs,
         tracer=worker.tracer,
     )

@@ -232,15 +232,15 @@ def _parts(
     rooms = [HostRoom(free_memory_bytes()), *([] if combined.room is None else [combined.room])]
     slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
     budget = _budget(model, layout, spec, ranks, limit_bytes, combined.weights_bytes, slots.num_slots)
+    is_private = bool(ranks.region_links)
     if spec.memory_bytes is not None and device.type == "cpu":
         check_room(
             budget,
             memory_bytes=spec.memory_bytes,
-            pool_bytes=budget.kv_bytes * size,
+            pool_bytes=budget.kv_bytes * (spec.ranks_here if is_private else size),
             num_ranks=spec.ranks_here,
             free_bytes=rooms[0].free_bytes,
         )
-    is_private = bool(ranks.region_sockets)
     if is_private:
         layout = replace(layout, num_regions=size)
     memory = None if pool is None or is_private or device.type != "cpu" else pool(budget.kv_bytes * size)

@@ -12,7 +12,6 @@ from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
 from tandem.config.pools import health_port
 from tandem.config.worker import cluster_secret, cluster_tls, free_address
-from tandem.errors import ConfigError
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials
@@ -76,7 +75,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
             auth=auth,
             channels=channels,
             spawn=tasks.create_task,
-            rank_sockets=parts.ranks.region_sockets,
+            rank_links=parts.ranks.region_links,
             prompts=worker,
             tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),
         )
@@ -114,10 +113,7 @@ def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity
 def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
     if parts.pool is not None:
         stack.callback(parts.pool.close)
-    region = region_of(parts)
-    if region is None:
-        raise ConfigError("prefill.nodes must be 1 on GPUs: a worker whose GPUs span nodes cannot hand off yet")
-    return region
+    return region_of(parts)
 
 
 if __name__ == "__main__":

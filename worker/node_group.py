@@ -11,6 +11,8 @@ from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.values.roles import WorkerRole
 from worker.kv_exchange.config import kv_tls_files
 
+RANK_MODULE = "worker.rank"
+"""Module that `python -m` runs as a rank that may have its KV for itself."""
 _REVISION = "GROUP_REVISION"
 """Environment variable of a group's pods."""
 

@@ -69,7 +69,7 @@ def follower(
     from tandem.config.worker import worker_host
     from tandem.rpc.cluster_credentials import open_credentials
     from tandem.telemetry.logs import configure
-    from worker.node_group import node_group
+    from worker.node_group import RANK_MODULE, node_group
 
     loaded = load(config)
     configure(loaded.log_level, f"{role.value}-{index}-node-{node}", loaded.log_format)
@@ -77,7 +77,7 @@ def follower(
     group = node_group(loaded, role, index, first, open_credentials(loaded.cluster.tls, (first,)))
     if group is None:
         raise ConfigError(f"{role.value}.nodes is 1: workers of this pool run on a single machine")
-    raise typer.Exit(NodeStarter(group, node, source=host).run())
+    raise typer.Exit(NodeStarter(group, node, source=host, module=RANK_MODULE).run())
 
 
 def become(module_and_arguments: list[str]) -> None:

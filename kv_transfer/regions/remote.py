@@ -1,8 +1,10 @@
 """A region whose memory only another rank's process has: rank 0 orders, and that process does (see server.py).
 
-The end of the socket is the end of the process, and with it of the memory: its writes fail, and nothing lands there any
-more. Rank 0 does not outlive it by long, for one dead rank ends the worker. Nothing else proves anything: what fails in
-rank 0 while it takes a report ends the worker, too.
+On rank 0's own node the end of the socket is the end of the process, and with it of the memory: its writes fail, and
+nothing lands there any more. Rank 0 does not outlive it by long, for one dead rank ends the worker. Nothing else proves
+anything: what fails in rank 0 while it takes a report ends the worker, too. A rank on another node may be cut off and
+still write, so that the end of its connection proves nothing of its writes: they stay under way until rank 0 has ended.
+What lands in its own memory then harms nobody, for no other process will read it: its worker has ended, too.
 """
 
 import asyncio
@@ -36,9 +38,18 @@ class RemoteRegion:
     """Implements ReceivingRegion and SendingRegion by a rank's process; made by `open_region`, used on one event
     loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, spawn: Spawn) -> None:
-        """`name`: of the rank, for messages."""
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        name: str,
+        spawn: Spawn,
+        *,
+        end_proves_quiet: bool = True,
+    ) -> None:
+        """`name`: of the rank, for messages; `end_proves_quiet`: whether it has ended when the connection has."""
         self.name = name
+        self.end_proves_quiet = end_proves_quiet
         self._reader = reader
         self._writer = writer
         self._transports: tuple[str, ...] = ()
@@ -106,6 +117,9 @@ class RemoteRegion:
                 elif (on_report := self._waiting.pop(report.number, None)) is not None:
                     on_report(report)
             self._end()
+            if not self.end_proves_quiet and not self._is_closing:
+                # Nobody else may have noticed: the rank's other connections can still stand.
+                raise TransferError(f"{self.name}: the connection for its KV has ended")
         finally:
             self._has_read.set()
 
@@ -253,6 +267,8 @@ class RemoteWriter:
             self._loop.call_soon_threadsafe(self._region.send, close)
 
     def _written(self, key: TransferKey, future: "Future[WriteResult]", report: pb.RegionReport | None) -> None:
+        if report is None and not self._region.end_proves_quiet:
+            return  # it may still be writing
         self._pending[key] -= 1
         if not self._pending[key]:
             del self._pending[key]
@@ -268,10 +284,15 @@ class RemoteWriter:
                 future.set_exception(TransferError(report.failed))
 
 
-async def open_region(sock: socket.socket, ends: RegionEnds, name: str, spawn: Spawn) -> RemoteRegion:
-    """Take over the socket to a rank's RegionServer and open its ends. Raises ConfigError."""
+async def open_region(
+    sock: socket.socket, ends: RegionEnds, name: str, spawn: Spawn, *, end_proves_quiet: bool = True
+) -> RemoteRegion:
+    """Take over the socket to a rank's RegionServer and open its ends. Raises ConfigError.
+
+    `end_proves_quiet`: see RemoteRegion.
+    """
     reader, writer = await asyncio.open_connection(sock=sock)
-    region = RemoteRegion(reader, writer, name, spawn)
+    region = RemoteRegion(reader, writer, name, spawn, end_proves_quiet=end_proves_quiet)
     try:
         await region.open_ends(ends)
     except BaseException:

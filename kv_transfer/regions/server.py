@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from kv_transfer.transports.tcp.settings import TcpSettings
 from kv_transfer.transports.tcp.tls import TlsIdentity
 from tandem.errors import ConfigError, InvariantError, TransferError
 from tandem.protocol.wire import layout_from_pb
+from tandem.rpc.mutual_tls import TlsFiles
 from tandem.v1 import handoff_pb2
 from tandem.v1 import kv_region_pb2 as pb
 from tandem.values.ids import BlockId
@@ -45,11 +46,35 @@ class _Ends:
     sending: LocalSendingRegion
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnNode:
+    """What a rank on another node than rank 0 has of its own."""
+
+    host: str
+    """Address to receive KV at."""
+    tls: TlsFiles | None
+    """Its certificate, used where rank 0 says that KV is encrypted."""
+
+    def applied_to(self, ends: RegionEnds) -> RegionEnds:
+        """Return what rank 0 ordered, as it is on this node."""
+        return replace(ends, host=self.host, tls=ends.tls and (self.tls or ends.tls))
+
+
 class RegionServer:
     """Serves one region until the other end of `sock`, which it owns, is closed."""
 
-    def __init__(self, region: KVRegion, sock: socket.socket, end_process: Callable[[], object]) -> None:
-        """`end_process`: called when something has failed that nothing should make fail."""
+    def __init__(
+        self,
+        region: KVRegion,
+        sock: socket.socket,
+        end_process: Callable[[], object],
+        *,
+        node: OwnNode | None = None,
+    ) -> None:
+        """`end_process`: called when something has failed that nothing should make fail; `node`: this one, if it is not
+        rank 0's.
+        """
+        self._node = node
         self._region = region
         self._sock = sock
         self._end_process = end_process
@@ -101,7 +126,8 @@ class RegionServer:
         number = order.number
         match order.WhichOneof("kind"):
             case "open":
-                self._spawn(self._open(number, wire.ends_from_pb(order.open)))
+                ends = wire.ends_from_pb(order.open)
+                self._spawn(self._open(number, ends if self._node is None else self._node.applied_to(ends)))
             case "offer":
                 self._spawn(self._offer(number))
             case "grant":

@@ -256,11 +256,6 @@ class ClusterConfig(Section):
                 raise ValueError(
                     f"{name}.nodes must be 1 on Ray, got {pool.nodes}: all ranks of a worker run on one node"
                 )
-            if pool.nodes > 1 and self.engine.kv_memory == "private":
-                raise ValueError(
-                    f"engine.kv_memory: private requires {name}.nodes: 1, got {pool.nodes}: the other nodes' ranks"
-                    " cannot hand off KV of their own yet"
-                )
             if pool.gpus is not None and self.ray.address is not None:
                 raise ValueError(f"{name}.gpus cannot be set on Ray, which assigns GPUs to workers")
         # On Ray workers of both pools may be on different nodes.

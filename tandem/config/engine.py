@@ -101,8 +101,8 @@ class EngineSection(PinnedShares):
     """Directory of the disk cache. Its files are not encrypted; they survive a restart if `secret` is set. Needs a
     tensor parallel size of 1."""
     kv_memory: Literal["shared", "private"] = "shared"
-    """Multi-rank workers on CPUs: ranks share one KV mapping, or each has its own, as on GPUs. `private` is slower and
-    meant for testing; each worker must be on one node."""
+    """Multi-rank workers on CPUs: ranks share one KV mapping, or each has its own, as on GPUs. On one node `private` is
+    slower and meant for testing; over several (`nodes`) it saves rank 0 the copies of the others' parts."""
     pipelined: Switch = "auto"
     """Launch a step before the previous one has ended. `auto`: on a GPU only. Never with several ranks."""
     num_threads: PositiveInt | None = None

@@ -90,6 +90,7 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
     for name, pool in pools.items():
         if pool.replicas and pool.nodes > 1:
             edges |= _group(name, values, (pool.rank_port, pool.rank_port), kv)
+    edges |= _moved(config, values, kv)
     clients = OUTSIDE if values["networkPolicy"]["clients"] else ANYWHERE
     edges |= {Edge(clients, "router", (port, port)) for port in listening}
     for one in ("router", *workers):
@@ -113,6 +114,16 @@ def _group(worker: str, values: Object, rank_port: Ports, summed: Ports) -> set[
     if values["model"]["source"] == "hub":
         edges.add(Edge(node, OUTSIDE if policy["hub"] else ANYWHERE, (443, 443)))
     return edges
+
+
+def _moved(config: ClusterConfig, values: Object, kv: Ports) -> set[Edge]:
+    """Between ranks that have their KV for themselves, on whatever node."""
+    pools = {name: pool for name, pool in (("prefill", config.prefill), ("decode", config.decode)) if pool.replicas}
+    spread = [name for name, pool in pools.items() if pool.nodes > 1]
+    if config.engine.kv_memory != "private" and not any(values[name]["gpu"]["enabled"] for name in spread):
+        return set()
+    movers = [*pools, *(f"{name}-node" for name in spread)] if spread else []
+    return {Edge(one, other, kv) for one in movers for other in movers}
 
 
 def _shared(one: str, release: Rendered, config: ClusterConfig) -> set[Edge]:

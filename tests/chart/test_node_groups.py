@@ -24,6 +24,7 @@ POOLS = [
     ("workers over nodes", "decode"),
     ("workers over nodes, of GPUs, that grow", "decode"),
     ("workers over nodes in the tls of the cluster", "decode"),
+    ("workers of GPUs over nodes in both pools", "decode"),
 ]
 _LABEL = "leaderworkerset.sigs.k8s.io"
 

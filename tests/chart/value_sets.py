@@ -56,6 +56,27 @@ GOOD: dict[str, Values] = {
         "monitoring": _WATCHED,
         "priorityClasses": {"create": True},
     },
+    "workers of GPUs over nodes in both pools": {
+        "config": {
+            "prefill": {"tensor_parallel_size": 2},
+            "decode": {"tensor_parallel_size": 16},
+            "transfer": {"isolated_network": True},
+        },
+        "prefill": {"gpu": {"enabled": True}},
+        "decode": {"nodesPerWorker": 2, "gpu": {"enabled": True}},
+        "tls": {"kv": {"enabled": True, "existingSecret": "k"}},
+    },
+    "workers over nodes with their KV for themselves": {
+        "config": {
+            "engine": {"kv_memory": "private"},
+            "prefill": {"tensor_parallel_size": 2},
+            "decode": {"tensor_parallel_size": 4},
+            "transfer": {"isolated_network": True},
+        },
+        "prefill": {"nodesPerWorker": 2},
+        "decode": {"nodesPerWorker": 2},
+        "tls": {"kv": _ISSUED},
+    },
     "stated shm": {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"shmSize": "2Gi"}},
     "racks": {"prefill": {"rackLabel": "topology.kubernetes.io/zone"}, "decode": {"rackLabel": "rack"}},
     "racks that pods do not know": {"decode": {"rackLabel": "no.such.label"}},
@@ -304,14 +325,6 @@ BAD: dict[str, tuple[Values, str]] = {
             "planner": {"enabled": True},
         },
         "planner.enabled: decode.nodesPerWorker is 2",
-    ),
-    "GPUs of several nodes hand over": (
-        {
-            "config": {"decode": {"tensor_parallel_size": 4}, "transfer": {"isolated_network": True}},
-            "decode": {"nodesPerWorker": 2, "gpu": {"enabled": True}},
-            "tls": {"kv": {"enabled": True, "existingSecret": "k"}},
-        },
-        "decode.nodesPerWorker: 2: GPUs of several nodes",
     ),
     "int8 on a GPU": (
         {"config": {"engine": {"quantization": "int8"}}, "decode": {"gpu": {"enabled": True}}},

@@ -14,10 +14,9 @@ from engine.spec import EngineSpec
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.memory.torch_pool import TorchPool
-from kv_transfer.regions.server import RegionServer
-
-RANK_MODULE = "worker.rank"
-"""Module that `python -m` runs as a rank with a region of its own."""
+from kv_transfer.regions.server import OwnNode, RegionServer
+from tandem.rpc.mutual_tls import TlsFiles
+from worker.node_group import RANK_MODULE
 
 
 def assemble_worker(spec: EngineSpec, progress: Progress | None) -> EngineParts:
@@ -28,22 +27,16 @@ def assemble_worker(spec: EngineSpec, progress: Progress | None) -> EngineParts:
 
 
 def _is_in_regions(spec: EngineSpec) -> bool:
-    # Ranks of other nodes have no connection for KV: on CPUs rank 0 mirrors their parts, on GPUs they hand nothing off.
-    if spec.tensor_parallel_size == 1 or spec.nodes is not None:
+    if spec.tensor_parallel_size == 1:
         return False
     return spec.kv_memory == "private" or (spec.device != "cpu" and torch.cuda.is_available())
 
 
-def region_of(parts: EngineParts) -> KVRegion | None:
-    """The pool or, where each rank has its own part for itself, rank 0's; in host memory or on a GPU.
-
-    None where the ranks' parts are in several processes that do not serve them.
-    """
+def region_of(parts: EngineParts) -> KVRegion:
+    """The pool or, where each rank has its own part for itself, rank 0's; in host memory or on a GPU."""
     memory = parts.own_region()
     if memory is not None:
         return KVRegion.from_buffer(memory, parts.layout, fd=None if parts.pool is None else parts.pool.fd)
-    if parts.layout.tp_size > parts.layout.num_regions:
-        return None
     return _on_device(parts.runner.kv_cache)
 
 
@@ -53,9 +46,15 @@ def region_of_cache(cache: PagedKVCache) -> KVRegion:
     return _on_device(cache) if memory is None else KVRegion.from_buffer(memory, cache.layout)
 
 
-def serve_region(sock: socket.socket, cache: PagedKVCache) -> None:
-    """Serve a rank's part of the pool to rank 0 at the other end of `sock`, on threads beside the rank's own."""
-    RegionServer(region_of_cache(cache), sock, end_process=partial(exit_process, 1)).start()
+def serve_region(
+    sock: socket.socket, cache: PagedKVCache, *, host: str | None = None, tls: TlsFiles | None = None
+) -> None:
+    """Serve a rank's part of the pool to rank 0 at the other end of `sock`, on threads beside the rank's own.
+
+    `host`, `tls`: see engine.distributed.ranks.follower.ServeRegion.
+    """
+    node = None if host is None else OwnNode(host=host, tls=tls)
+    RegionServer(region_of_cache(cache), sock, end_process=partial(exit_process, 1), node=node).start()
 
 
 def _on_device(cache: PagedKVCache) -> KVRegion:

@@ -1,12 +1,12 @@
 """Both hubs of one worker on its gRPC server, with the fetches in either direction."""
 
 import asyncio
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.distributed.ranks.ranks import RegionLink
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.regions.interface import SendingRegion
@@ -97,8 +97,8 @@ class FabricPlan:
     isolated_network: bool = False
     """Whether only this cluster can reach the network between its workers."""
     tcp: TcpSettings = PLAIN
-    rank_sockets: dict[int, socket.socket] = field(default_factory=dict)
-    """Sockets to the other ranks' regions, which are taken out; empty where all ranks' KV is in `region`."""
+    rank_links: dict[int, RegionLink] = field(default_factory=dict)
+    """Connections to the other ranks' regions, which are taken out; empty where all ranks' KV is in `region`."""
 
 
 async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
@@ -170,8 +170,9 @@ async def _other_regions(stack: AsyncExitStack, plan: FabricPlan, kv_host: str) 
         tls=None if tls is None else tls.files,
     )
     regions = []
-    for rank in sorted(plan.rank_sockets):
-        region = await open_region(plan.rank_sockets.pop(rank), ends, f"rank {rank}", plan.spawn)
+    for rank in sorted(plan.rank_links):
+        link = plan.rank_links.pop(rank)
+        region = await open_region(link.sock, ends, f"rank {rank}", plan.spawn, end_proves_quiet=link.is_on_this_node)
         stack.push_async_callback(region.aclose)
         regions.append(region)
     return regions

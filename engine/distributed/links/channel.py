@@ -8,11 +8,13 @@ end of the peer as well, and no descriptors travel.
 
 import array
 import socket
+import ssl
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
 
+from engine.distributed.links.decrypted import decrypted
 from engine.distributed.links.lost import RankLost
 from tandem.errors import ConfigError
 
@@ -136,6 +138,14 @@ class RankChannel:
     def set_timeout(self, timeout_s: float | None) -> None:
         """Bound the time that later calls wait for the peer, in seconds; None: no bound."""
         self._socket.settimeout(timeout_s)
+
+    def into_socket(self) -> socket.socket:
+        """Give the connection up to another protocol: returns a socket with its bytes, decrypted.
+
+        This channel must not be used any more.
+        """
+        self._socket.settimeout(None)
+        return decrypted(self._socket) if isinstance(self._socket, ssl.SSLSocket) else self._socket
 
     def close(self) -> None:
         """Close this end, which the peer notices."""

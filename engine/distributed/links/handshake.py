@@ -22,15 +22,17 @@ from tandem.errors import ConfigError
 
 MOST_BYTES = 4096
 """Largest payload of a message of the handshake."""
-_VERSION = 3
+_VERSION = 4
 _NONCE_BYTES = 32
 
 
 class Purpose(StrEnum):
-    """Purpose of one of a rank's two connections."""
+    """Purpose of one of a rank's connections, in the order in which it opens them."""
 
     STEPS = "steps"
     """Commands and requests of rank 0; see ChannelKind."""
+    REGION = "region"
+    """Orders about the rank's part of the KV, if it has that for itself; not read here."""
     PULSE = "pulse"
     """Requests of the rank: heartbeats to rank 0, and reads of the store."""
 
@@ -44,7 +46,7 @@ class JoiningRank:
     num_nodes: int
     purpose: Purpose
     token: str = ""
-    """With PULSE: the token received on the rank's other connection, which shows that both are of one process."""
+    """With others than STEPS: the token received on that connection, which shows that all are of one process."""
     version: int = _VERSION
     revision: str = ""
     """See NodeGroup."""

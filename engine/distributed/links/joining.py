@@ -4,6 +4,7 @@ import logging
 import socket
 import ssl
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from engine.distributed.links.channel import MOST_PAYLOAD_BYTES, RankChannel
@@ -33,6 +34,8 @@ class RankLink:
     """A rank's connections to rank 0."""
 
     steps: RankChannel
+    region: socket.socket | None = None
+    """From another node: connection for orders about this rank's part of the KV."""
     pulse: RankChannel | None = None
     """Connection for heartbeats, in a group that spans nodes; else None."""
     host: str | None = None
@@ -65,14 +68,16 @@ def connect_to_rank_0(group: NodeGroup, rank: int, source: str | None) -> RankLi
 
 
 def _open_link(group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None) -> RankLink:
-    steps, token, host = _connect(group, rank, source, tls, Purpose.STEPS, "")
-    try:
+    with ExitStack() as undo:
+        steps, token, host = _connect(group, rank, source, tls, Purpose.STEPS, "")
+        undo.callback(steps.close)
+        region, _, _ = _connect(group, rank, source, tls, Purpose.REGION, token)
+        undo.callback(region.close)
+        # With the last one, the rank has joined.
         pulse, _, _ = _connect(group, rank, source, tls, Purpose.PULSE, token)
-    except BaseException:
-        steps.close()
-        raise
+        undo.pop_all()
     steps.set_timeout(None)
-    return RankLink(steps=steps, pulse=pulse, host=host)
+    return RankLink(steps=steps, region=region.into_socket(), pulse=pulse, host=host)
 
 
 def _connect(

@@ -1,7 +1,7 @@
 """Listens on rank 0 for the ranks of other nodes, until all have joined.
 
-Each connection has a thread of its own and a few seconds to authenticate, and one address may have as many connections
-as ranks are expected, so no caller delays the others.
+Each connection has a thread of its own and a few seconds to authenticate, and one address may have twice as many
+connections at a time as ranks are expected, so no caller delays the others.
 A rank that connects again while others are awaited is a new process, which replaces the previous one.
 """
 
@@ -33,7 +33,7 @@ from tandem.rpc.mutual_tls import peer_fingerprint, tls_reason
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
 _MAX_CALLERS = 128
-"""Most connections being authenticated at once; a group has at most 64 ranks with two connections each."""
+"""Most connections being authenticated at once; a group has at most 64 ranks, which open one after the other."""
 _LOG_EVERY_S = 30.0
 _ACCEPT_PAUSE_S = 0.1
 
@@ -68,17 +68,32 @@ class _TimeLimit:
 
 @dataclass(slots=True, kw_only=True)
 class _JoiningProcess:
-    """Token and first connection of a rank whose second connection is awaited."""
+    """Token and first connections of a rank whose last connection is awaited."""
 
     token: str
     steps: RankChannel
+    region: RankChannel | None = None
+
+    def close(self) -> None:
+        self.steps.close()
+        if self.region is not None:
+            self.region.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRank:
+    """Connections to a rank of another node, to be closed by whoever has them."""
+
+    steps: RankChannel
+    region: RankChannel
+    """Not used here: see Purpose."""
 
 
 class NodeListener:
     """Accepts connections from construction on."""
 
     def __init__(self, group: NodeGroup, on_pulse: Callable[[RankChannel], None]) -> None:
-        """`on_pulse` gets each rank's second connection, on any thread. Raises OSError, ConfigError."""
+        """`on_pulse` gets each rank's last connection, on any thread. Raises OSError, ConfigError."""
         self._group = group
         self._on_pulse = on_pulse
         self._tls = group.open_tls()
@@ -92,14 +107,14 @@ class NodeListener:
         self._callers: Counter[str] = Counter()
         """Number of connections being authenticated, by address."""
         self._joining: dict[int, _JoiningProcess] = {}
-        self._joined: dict[int, RankChannel] = {}
+        self._joined: dict[int, JoinedRank] = {}
         self._failure: RankLost | None = None
         self._is_closing = False
         threading.Thread(target=self._accept, name="tandem-rank-listener", daemon=True).start()
 
-    def gather(self) -> dict[int, RankChannel]:
-        """Wait until every rank of other nodes has joined. Returns their connections for steps, by rank, to be closed
-        by the caller. Raises RankLost when they do not come in time, or after `fail`.
+    def gather(self) -> dict[int, JoinedRank]:
+        """Wait until every rank of other nodes has joined. Returns their connections by rank, to be closed by the
+        caller. Raises RankLost when they do not come in time, or after `fail`.
         """
         wanted = set(self._group.elsewhere)
         left_s = self._group.join_s
@@ -127,7 +142,10 @@ class NodeListener:
         """Stop listening; close the connections that `gather` has not returned."""
         with self._changed:
             self._is_closing = True
-            left = [*self._joined.values(), *(joining.steps for joining in self._joining.values())]
+            left: list[RankChannel] = []
+            for joined in self._joined.values():
+                left += [joined.steps, joined.region]
+            joining = list(self._joining.values())
             self._joined.clear()
             self._joining.clear()
         with suppress(OSError):
@@ -135,6 +153,8 @@ class NodeListener:
         self._server.close()
         for channel in left:
             channel.close()
+        for process in joining:
+            process.close()
 
     def _is_settled(self) -> bool:
         return self._failure is not None or not set(self._group.elsewhere) - self._joined.keys()
@@ -167,8 +187,9 @@ class NodeListener:
 
     def _count_caller(self, host: str) -> bool:
         with self._changed:
-            # A rank opens one connection after the other.
-            if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= len(self._group.elsewhere):
+            # A rank opens one connection after the other, the next as soon as the one before is accepted: its thread
+            # may not have ended yet.
+            if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= 2 * len(self._group.elsewhere):
                 return False
             self._callers[host] += 1
             return True
@@ -218,14 +239,14 @@ class NodeListener:
         return permanent_refusal(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
     def _record(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
-        """Record an authenticated connection; with the second one, the rank has joined."""
+        """Record an authenticated connection; with the last one, the rank has joined."""
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has started already")
             if caller.purpose is Purpose.STEPS:
                 before = self._joining.pop(caller.rank, None)
                 if before is not None:
-                    before.steps.close()
+                    before.close()
                 send_welcome(channel, token)
                 self._joining[caller.rank] = _JoiningProcess(token=token, steps=channel)
                 return
@@ -234,9 +255,17 @@ class NodeListener:
                 raise RankLost(f"{channel.peer} is not the process that opened the other connection")
             if caller.rank in self._joined:
                 raise RankLost(f"{channel.peer} has joined already")
+            if caller.purpose is Purpose.REGION:
+                if joining.region is not None:
+                    raise RankLost(f"{channel.peer} has opened this connection already")
+                send_welcome(channel, token)
+                joining.region = channel
+                return
+            if joining.region is None:
+                raise RankLost(f"{channel.peer} has not opened its connection for KV")
             send_welcome(channel, token)
             del self._joining[caller.rank]
-            self._joined[caller.rank] = joining.steps
+            self._joined[caller.rank] = JoinedRank(steps=joining.steps, region=joining.region)
             self._changed.notify_all()
         _log.info("%s has joined", channel.peer)
         self._on_pulse(channel)

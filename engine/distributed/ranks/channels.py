@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.heartbeat import HeartbeatServer
-from engine.distributed.links.listener import NodeListener
+from engine.distributed.links.listener import JoinedRank, NodeListener
 from engine.distributed.links.node_group import NodeGroup
 from engine.distributed.ranks.group_end import GroupEnd
 from engine.distributed.ranks.processes import RankCommand, rank_command
+from engine.distributed.ranks.ranks import RegionLink
 from engine.distributed.torch_group import OverNodes
 
 
@@ -31,8 +32,11 @@ class NodeRanks:
         """Answer a rank's heartbeats on this channel from now on."""
         self._heartbeats.serve(pulse)
 
-    def gather(self) -> dict[int, RankChannel]:
-        """Wait for all ranks of other nodes, then stop listening. Returns their channels by rank. Raises RankLost."""
+    def gather(self) -> dict[int, JoinedRank]:
+        """Wait for all ranks of other nodes, then stop listening. Returns their connections, by rank.
+
+        Raises RankLost.
+        """
         try:
             return self._listener.gather()
         finally:
@@ -55,8 +59,8 @@ class Channels:
         self._far_ends: list[socket.socket] = []
         self._all: dict[int, RankChannel] = {}
         self._elsewhere: set[int] = set()
-        self.regions: dict[int, socket.socket] = {}
-        """Sockets to the servers of the ranks' KV regions, not read here; whoever uses one takes it out."""
+        self.regions: dict[int, RegionLink] = {}
+        """Connections to the servers of the ranks' KV regions, not read here; whoever uses one takes it out."""
 
     def open_pairs(
         self, ranks: Sequence[int], arrivals: NodeRanks | None, region_module: str | None = None
@@ -67,10 +71,15 @@ class Channels:
         """
         return [self._open_pair(rank, arrivals, region_module) for rank in ranks]
 
-    def add(self, channels: Mapping[int, RankChannel]) -> None:
-        """Add the channels to ranks of other nodes."""
-        self._all |= dict(sorted(channels.items()))
-        self._elsewhere |= channels.keys()
+    def add(self, joined: Mapping[int, JoinedRank], *, have_regions: bool) -> None:
+        """Add the connections to ranks of other nodes; `have_regions`: whether they serve KV regions."""
+        for rank, links in sorted(joined.items()):
+            self._all[rank] = links.steps
+            self._elsewhere.add(rank)
+            if have_regions:
+                self.regions[rank] = RegionLink(sock=links.region.into_socket(), is_on_this_node=False)
+            else:
+                links.region.close()
 
     @property
     def elsewhere(self) -> Mapping[int, RankChannel]:
@@ -111,8 +120,8 @@ class Channels:
         self.close_far_ends()
         for channel in self._all.values():
             channel.close()
-        for sock in self.regions.values():
-            sock.close()
+        for region in self.regions.values():
+            region.sock.close()
 
     def _open_pair(self, rank: int, arrivals: NodeRanks | None, region_module: str | None) -> RankCommand:
         near, far = socket.socketpair()
@@ -122,7 +131,8 @@ class Channels:
         argv += ["--control-fd", str(far.fileno())]
         fds = [far.fileno()]
         if region_module is not None:
-            self.regions[rank], far_region = socket.socketpair()
+            near_region, far_region = socket.socketpair()
+            self.regions[rank] = RegionLink(sock=near_region, is_on_this_node=True)
             self._far_ends.append(far_region)
             argv += ["--region-fd", str(far_region.fileno())]
             fds.append(far_region.fileno())

@@ -31,7 +31,7 @@ def run_rank(program: str, load_region_server: "Callable[[], ServeRegion] | None
     """Run a rank from its command line. Returns the exit code.
 
     `program`: module that was started. `load_region_server`: imports what serves the KV region of the rank, over the
-    socket `--region-fd`; called late.
+    socket `--region-fd` or, from another node, a connection of its own; called late.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="one rank of a tensor-parallel worker")
     way = parser.add_mutually_exclusive_group(required=True)
@@ -48,11 +48,12 @@ def run_rank(program: str, load_region_server: "Callable[[], ServeRegion] | None
     from engine.distributed.links.joining import link_from_descriptors
     from engine.distributed.ranks.follower import join_and_serve, serve_rank
 
+    serve_region = None if load_region_server is None else load_region_server()
     if args.join_fd is not None:
-        return join_and_serve(args.join_fd, args.rank, source=args.host)
+        return join_and_serve(args.join_fd, args.rank, source=args.host, serve_region=serve_region)
     on_pool = None
-    if load_region_server is not None and args.region_fd is not None:
-        on_pool = partial(load_region_server(), socket.socket(fileno=args.region_fd))
+    if serve_region is not None and args.region_fd is not None:
+        on_pool = partial(serve_region, socket.socket(fileno=args.region_fd))
     return serve_rank(link_from_descriptors(args.control_fd, args.pulse_fd, args.host), on_pool)
 
 

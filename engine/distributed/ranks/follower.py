@@ -8,6 +8,8 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -33,18 +35,28 @@ from engine.runner.model_runner import ModelRunner
 from tandem.errors import ConfigError
 from tandem.process.gpu_host import NvidiaHost
 from tandem.process.host_memory import HostRoom, free_memory_bytes
+from tandem.rpc.mutual_tls import TlsFiles
 from tandem.telemetry.logs import configure
 
 _log = logging.getLogger(__name__)
 OnPool = Callable[[PagedKVCache], None]
-ServeRegion = Callable[[socket.socket, PagedKVCache], None]
-"""Serves a rank's part of the KV pool to rank 0, over a socket, on threads of its own; returns at once."""
 
 
-def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
+class ServeRegion(Protocol):
+    """Serves a rank's part of the KV pool to rank 0, over a socket, on threads of its own; returns at once."""
+
+    def __call__(
+        self, sock: socket.socket, cache: PagedKVCache, *, host: str | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        """`host`: this node's address, where it is not rank 0's; `tls`: its files then, if rank 0 has any."""
+        ...
+
+
+def join_and_serve(join_fd: int, rank: int, *, source: str | None, serve_region: ServeRegion | None = None) -> int:
     """Join rank 0 on another node and follow it to the end. Returns the exit code.
 
     `join_fd`: descriptor of a file with the NodeGroup; closed here. `source`: see `connect_to_rank_0`.
+    `serve_region`: for a rank that has its KV for itself.
     """
     with os.fdopen(join_fd, "rb") as file:
         group = NodeGroup.from_json(file.read())
@@ -56,13 +68,15 @@ def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
         return REFUSED
     # From now on this process ends with rank 0, which may have work to finish first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return serve_rank(link)
+    if serve_region is None or link.region is None:
+        return serve_rank(link)
+    return serve_rank(link, partial(serve_region, link.region, host=link.host, tls=group.tls))
 
 
 def serve_rank(link: RankLink, on_pool: OnPool | None = None) -> int:
     """Follow rank 0 at the other end of this link to the end. Returns the exit code.
 
-    `on_pool`: called with the KV cache to serve with, once it is there.
+    `on_pool`: called with the KV cache to serve with, once it is there, if this rank has its part for itself.
     """
     channel = link.steps
     pulse = None if link.pulse is None else Pulse(link.pulse)
@@ -171,8 +185,9 @@ class _Follower:
                     release_unused_memory(self._model)
                     self._channel.send(ChannelKind.MEASURED, json.dumps(growth).encode())
                 case ChannelKind.POOL:
-                    runner = self._use_pool(PoolPlan.from_json(payload), fd)
-                    if self._on_pool is not None:
+                    plan = PoolPlan.from_json(payload)
+                    runner = self._use_pool(plan, fd)
+                    if self._on_pool is not None and plan.layout.num_regions > 1:
                         self._on_pool(runner.kv_cache)
                     self._channel.send(ChannelKind.POOL_READY)
                 case ChannelKind.PLACE:

@@ -9,7 +9,6 @@ are sent the same.
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,7 @@ from engine.distributed.ranks.group_end import GroupEnd
 from engine.distributed.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, combine_facts
 from engine.distributed.ranks.mirror import Mirror
 from engine.distributed.ranks.processes import RankProcesses
-from engine.distributed.ranks.ranks import Ranks, SoloRanks
+from engine.distributed.ranks.ranks import Ranks, RegionLink, SoloRanks
 from engine.distributed.torch_group import TorchGroup
 from engine.distributed.wire.steps import encode_step
 from engine.types.step_inputs import StepInputs
@@ -65,7 +64,7 @@ class Leader:
             undo.callback(self._processes.close)
             self._channels.close_far_ends()
             if arrivals is not None:
-                self._channels.add(arrivals.gather())
+                self._channels.add(arrivals.gather(), have_regions=region_module is not None)
             self.group = self._meet(setup)
             undo.pop_all()
         _log.info("%d ranks, local pids %s", setup.size, [os.getpid(), *self._processes.pids.values()])
@@ -75,7 +74,7 @@ class Leader:
         return self._mirror
 
     @property
-    def region_sockets(self) -> dict[int, socket.socket]:
+    def region_links(self) -> dict[int, RegionLink]:
         return self._channels.regions
 
     @property

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from engine.distributed.links.joining import REFUSED
 from engine.distributed.links.node_group import NodeGroup
 from engine.distributed.ranks.group_end import GroupEnd
-from engine.distributed.ranks.processes import RankCommand, RankProcesses, rank_command
+from engine.distributed.ranks.processes import RANK_MODULE, RankCommand, RankProcesses, rank_command
 from tandem.process.hangup import on_hangup
 
 _log = logging.getLogger(__name__)
@@ -27,14 +27,16 @@ _AGAIN_S = 1.0
 class NodeStarter:
     """Runs the ranks of one node, on the process's main thread."""
 
-    def __init__(self, group: NodeGroup, node: int, *, source: str | None = None) -> None:
+    def __init__(self, group: NodeGroup, node: int, *, source: str | None = None, module: str = RANK_MODULE) -> None:
         """`source`: address of this node for the other ranks; None: the one by which it reaches rank 0.
+        `module`: module that runs a rank.
 
         Raises ConfigError for a node that the group does not have.
         """
         self._group = group
         self._ranks = group.ranks_of(node)
         self._source = source
+        self._module = module
         self._turns: SimpleQueue[None] = SimpleQueue()
         """Wakes the main thread. A SimpleQueue, since signal handlers put into it and must not take a lock."""
         self._is_stopping = False
@@ -90,7 +92,7 @@ class NodeStarter:
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.write(self._group.to_json())
             os.lseek(fd, 0, os.SEEK_SET)
-            argv = [*rank_command(), "--join-fd", str(fd), "--rank", str(rank)]
+            argv = [*rank_command(self._module), "--join-fd", str(fd), "--rank", str(rank)]
             if self._source is not None:
                 argv += ["--host", self._source]
             commands.append(RankCommand(rank=rank, argv=argv, fds=(fd,)))

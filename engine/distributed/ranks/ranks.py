@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.distributed.links.lost import RankLost
@@ -10,6 +11,15 @@ from engine.distributed.ranks.mirror import Mirror
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.types.step_inputs import StepInputs
 from tandem.values.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionLink:
+    """Connection to the server of a rank's KV region."""
+
+    sock: socket.socket
+    is_on_this_node: bool
+    """Whether the end of the connection is the end of the rank's process."""
 
 
 class Ranks(Protocol):
@@ -30,8 +40,8 @@ class Ranks(Protocol):
         ...
 
     @property
-    def region_sockets(self) -> dict[int, socket.socket]:
-        """Sockets to the servers of the other ranks' KV regions; empty where all KV is in one region.
+    def region_links(self) -> dict[int, RegionLink]:
+        """Connections to the servers of the other ranks' KV regions; empty where all KV is in one region.
 
         Whoever uses one takes it out; `close` closes the others.
         """
@@ -80,7 +90,7 @@ class SoloRanks:
     def __init__(self) -> None:
         self.group = SoloGroup()
         self.mirror: Mirror | None = None
-        self.region_sockets: dict[int, socket.socket] = {}
+        self.region_links: dict[int, RegionLink] = {}
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
         return own

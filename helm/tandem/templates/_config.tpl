@@ -231,9 +231,6 @@ builtin
 {{- end -}}
 {{- end -}}
 {{- include "tandem.checkNodes" . -}}
-{{- if and .pool.gpu.enabled (gt (int .pool.nodesPerWorker) 1) (gt (int .c.prefill.replicas) 0) -}}
-{{- fail (printf "%s.nodesPerWorker: %d: GPUs of several nodes cannot hand off KV yet: one node per worker, or config.prefill.replicas: 0" .name (int .pool.nodesPerWorker)) -}}
-{{- end -}}
 {{- $quantization := .settings.quantization | default .c.engine.quantization -}}
 {{- if and .pool.gpu.enabled (has $quantization (list "int8" "int4")) -}}
 {{- fail (printf "config.%s.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" (ternary .name "engine" (not (empty .settings.quantization))) $quantization .name) -}}

@@ -17,10 +17,10 @@ import pytest
 import pytest_asyncio
 
 from cluster.processes.effective_config import module_command
-from engine.distributed.ranks.processes import RANK_MODULE
 from tests.support.node_processes import OTHER_HOST, free_port
 from tests.support.oracle import prompts
 from tests.support.running_cluster import WAIT_S, running
+from worker.node_group import RANK_MODULE
 
 MAX_TOKENS = 24
 TWO = {"tensor_parallel_size": 2, "nodes": 2, "join_s": 120.0}
@@ -30,6 +30,10 @@ WAYS = {
     "colocated-4": {"prefill": {"replicas": 0}, "decode": FOUR},
     "from-nodes": {"prefill": TWO, "decode": {"replicas": 2}},
     "to-nodes": {"prefill": {"tensor_parallel_size": 1}, "decode": FOUR},
+    # Each rank has its KV for itself, as on GPUs, and moves it from its own node.
+    "regions": {"prefill": TWO, "decode": TWO, "engine": {"kv_memory": "private"}},
+    "regions-4-to-2": {"prefill": FOUR, "decode": TWO, "engine": {"kv_memory": "private"}},
+    "regions-to-one": {"prefill": TWO, "decode": {"replicas": 2}, "engine": {"kv_memory": "private"}},
 }
 CHUNKED = {"engine__prefill_chunk_tokens": 64, "engine__max_batched_tokens": 256}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -96,7 +100,7 @@ def ways(*names: str):
     return pytest.mark.parametrize("cluster", [*names, *others], indirect=True, scope="module")
 
 
-@ways("both")
+@ways("both", "regions")
 @pytest.mark.turn(2)
 async def test_multi_node_cluster_answers_equal_transformers(cluster, oracle):
     made, nodes = cluster

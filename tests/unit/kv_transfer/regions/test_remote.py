@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,11 @@ from kv_transfer.protocol.wire import MAX_TRANSPORTS
 from kv_transfer.regions import remote, wire
 from kv_transfer.regions.interface import LaneGrant, LaneRequest, OpenedGrant
 from kv_transfer.regions.remote import RemoteRegion, RemoteWriter, open_region
-from kv_transfer.regions.server import RegionServer
+from kv_transfer.regions.server import OwnNode, RegionServer
 from kv_transfer.regions.wire import RegionEnds
 from kv_transfer.transports.interface import WriteOrder, WriteResult
 from tandem.errors import ConfigError, TransferError
+from tandem.rpc.mutual_tls import TlsFiles
 from tandem.v1 import kv_region_pb2 as pb
 from tandem.values.ids import BlockId, TransferId
 from tests.support.kv_transfer.plain_worker import layout
@@ -289,3 +291,64 @@ async def test_open_names_the_rank_that_has_ended() -> None:
     far.close()
     with pytest.raises(ConfigError, match="rank 1: has ended"):
         await open_region(near, TCP, "rank 1", asyncio.ensure_future)
+
+
+async def test_end_of_a_connection_to_another_node_proves_no_write_ended_and_ends_the_worker() -> None:
+    """The rank may only be cut off, and still write: its peer must not be told that it does not."""
+    near, far = socket.socketpair()
+    rank = Scripted(*await asyncio.open_connection(sock=far))
+    tasks: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
+    region = RemoteRegion(
+        *await asyncio.open_connection(sock=near),
+        "rank 1",
+        lambda work: tasks.append(loop.create_task(work)),
+        end_proves_quiet=False,
+    )
+    writer = RemoteWriter(region, 1)
+    under_way = writer.write(order())
+    await rank.next()
+    rank.writer.close()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(TransferError, match="rank 1: the connection for its KV has ended"):
+            await tasks[0]  # of the worker's group
+    late = writer.write(order())
+    assert not under_way.done()
+    assert not late.done()
+    assert not writer.cancel(KEY)
+    assert region.revoke("tcp", KEY), "nobody will read that rank's memory any more"
+    await region.aclose()
+
+
+async def test_writer_closes_from_any_thread_and_ends_its_writes() -> None:
+    async with scripted() as (region, rank):
+        writer = RemoteWriter(region, 7)
+        under_way = writer.write(order())
+        written = await rank.next()
+        await asyncio.to_thread(writer.close)
+        closing = await rank.next()
+        assert closing.close.connection == 7
+        rank.report(number=written.number, failed="connection closed", connection_broken=True)
+        with pytest.raises(TransferError, match="connection closed"):
+            await asyncio.wait_for(asyncio.wrap_future(under_way), WAIT_S)
+        assert writer.closed
+        assert writer.cancel(KEY), "nothing is under way any more"
+
+
+def test_writer_closes_after_its_loop_has_ended() -> None:
+    async def made() -> RemoteWriter:
+        async with scripted() as (region, _rank):
+            return RemoteWriter(region, 1)
+
+    asyncio.run(made()).close()
+
+
+def test_rank_of_another_node_receives_at_its_own_address_with_its_own_certificate() -> None:
+    def files(name: str) -> TlsFiles:
+        return TlsFiles(cert=Path(name), key=Path(name), ca=Path(name), setting="transfer.tls")
+
+    here = OwnNode(host="10.0.0.2", tls=files("own"))
+    encrypted = replace(TCP, tls=files("rank-0"))
+    assert here.applied_to(encrypted) == replace(encrypted, host="10.0.0.2", tls=files("own"))
+    assert here.applied_to(TCP) == replace(TCP, host="10.0.0.2"), "rank 0 encrypts nothing"
+    assert replace(here, tls=None).applied_to(encrypted) == replace(encrypted, host="10.0.0.2")

@@ -98,10 +98,6 @@ from tandem.values.api_key import entry_of
             "{ray: {address: auto}, decode: {tensor_parallel_size: 2, nodes: 2, rank_port: 7}}",
             "decode.nodes must be 1 on Ray, got 2",
         ),
-        (
-            "{engine: {kv_memory: private}, prefill: {tensor_parallel_size: 2, nodes: 2, rank_port: 7}}",
-            "engine.kv_memory: private requires prefill.nodes: 1, got 2",
-        ),
         ("? []\n: 1\n? []\n: 2", "a key is a list or a mapping (line 1)"),
         ("? {a: 1}\n: 1", "a key is a list or a mapping (line 1)"),
         ("router: {api_keys: ['']}", "router.api_keys.0.key: a key must have 1 to 512"),

@@ -14,11 +14,10 @@ LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_h
 NUM_BLOCKS = 3
 
 
-def parts(*, tp_size: int = 1) -> SimpleNamespace:
-    layout = LAYOUT if tp_size == 1 else SimpleNamespace(tp_size=tp_size, num_regions=1)
+def parts() -> SimpleNamespace:
     blocks = torch.zeros(LAYOUT.num_layers, NUM_BLOCKS, LAYOUT.worker_block_bytes // 2, dtype=torch.uint8)
-    runner = SimpleNamespace(kv_cache=SimpleNamespace(blocks=blocks, layout=layout))
-    return SimpleNamespace(own_region=lambda: None, layout=layout, runner=runner)
+    runner = SimpleNamespace(kv_cache=SimpleNamespace(blocks=blocks, layout=LAYOUT))
+    return SimpleNamespace(own_region=lambda: None, layout=LAYOUT, runner=runner)
 
 
 def test_region_of_device_pool_waits_for_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +30,5 @@ def test_region_of_device_pool_waits_for_clearing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(pool_region, "device_queue", lambda _device: Late())
     found = region_of(parts())
-    assert found is not None
     assert found.num_blocks == NUM_BLOCKS
     assert waited == [torch.device("cpu")]
-
-
-def test_region_of_ranks_in_several_processes_is_none() -> None:
-    assert region_of(parts(tp_size=2)) is None

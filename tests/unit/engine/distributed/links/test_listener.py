@@ -90,7 +90,7 @@ class RemoteRanks:
         with ThreadPoolExecutor(len(ranks)) as threads:
             links = list(threads.map(lambda rank: connect_to_rank_0(self.given, rank, OTHER_HOST), ranks))
         for link in links:
-            self.channels += [link.steps, link.pulse]
+            self.channels += [link.steps, link.pulse, link.region]
         return links
 
     def connect(self, rank: int, purpose: Purpose, token: str = "") -> str:
@@ -100,9 +100,11 @@ class RemoteRanks:
         return given
 
     def gathered(self, node_listener: NodeListener) -> dict[int, RankChannel]:
+        """The ranks' connections for steps, and in `regions` those for KV."""
         found = node_listener.gather()
-        self.channels += found.values()
-        return found
+        self.channels += [end for joined in found.values() for end in (joined.steps, joined.region)]
+        self.regions = {rank: joined.region for rank, joined in found.items()}
+        return {rank: joined.steps for rank, joined in found.items()}
 
 
 @pytest.fixture
@@ -121,6 +123,12 @@ def test_listener_all_remote_ranks_join(remote: RemoteRanks, node_listener: Node
         link.steps.send(ChannelKind.READY, b"x" * 100_000)
         assert bytes(channels[rank].expect(ChannelKind.READY)[0]) == b"x" * 100_000
         assert link.host == OTHER_HOST
+        near = remote.regions[rank].into_socket()
+        with near:
+            link.region.sendall(b"to rank 0")
+            near.sendall(b"to the rank")
+            assert near.recv(100) == b"to rank 0"
+            assert link.region.recv(100) == b"to the rank"
 
 
 def test_listener_after_gather_refuses_connections(
@@ -182,6 +190,7 @@ def test_ranks_of_another_version_retry_until_versions_match(
         monkeypatch.setattr(joining, "installed_version", lambda known=known: known)
         link = joining._open_link(given, 2 if known else 3, None, given.open_tls())
         link.steps.close()
+        link.region.close()
         link.pulse.close()
 
 
@@ -297,8 +306,8 @@ def test_listener_one_address_cannot_take_all_slots(
     def silent() -> socket.socket:
         return socket.create_connection((given.host, given.port), WAIT_S, source_address=("127.0.0.9", 0))
 
-    with silent(), silent(), silent() as third:
-        assert third.recv(1) == b"", "turned away at once: two ranks are to come"
+    with silent(), silent(), silent(), silent(), silent() as fifth:
+        assert fifth.recv(1) == b"", "turned away at once: two ranks are to come, whose threads may lag by one"
         remote.come(2, 3)
         assert sorted(remote.gathered(node_listener)) == [2, 3]
 
@@ -336,9 +345,26 @@ def test_listener_second_connection_of_another_process_is_refused(
     token = remote.connect(2, Purpose.STEPS)
     other = remote.connect(2, Purpose.STEPS)
     assert token != other
+    for purpose in (Purpose.REGION, Purpose.PULSE):
+        with pytest.raises(RankLost):
+            remote.connect(2, purpose, token)
+        remote.connect(2, purpose, other)
+    remote.come(3)
+    assert sorted(remote.gathered(node_listener)) == [2, 3]
+
+
+def test_listener_connections_in_another_order_are_refused(
+    remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup
+) -> None:
+    token = remote.connect(2, Purpose.STEPS)
     with pytest.raises(RankLost):
         remote.connect(2, Purpose.PULSE, token)
-    remote.connect(2, Purpose.PULSE, other)
+    remote.connect(2, Purpose.REGION, token)
+    with pytest.raises(RankLost):
+        remote.connect(2, Purpose.REGION, token)
+    remote.connect(2, Purpose.PULSE, token)
+    with pytest.raises(RankLost):
+        remote.connect(2, Purpose.REGION, token)
     remote.come(3)
     assert sorted(remote.gathered(node_listener)) == [2, 3]
 
