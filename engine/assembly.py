@@ -319,7 +319,7 @@ def _budget(
         offload_bytes=offload_bytes,
         grammar_bytes=grammar_bytes,
     )
-    if spec.nodes is not None and model.device.type == "cpu":
+    if spec.nodes is not None and model.device.type == "cpu" and not ranks.region_links:
         # This node holds every node's part of the pool; see engine.distributed.ranks.mirror.
         most = plan().num_blocks // spec.nodes.num_nodes
         max_blocks = min(most, max_blocks or most)

@@ -110,7 +110,9 @@ class EngineHost:
 
         It is queued now, not when it is awaited. Shielded: cancelling the caller does not cancel the call.
         """
-        return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
+        answer = asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
+        answer.add_done_callback(_retrieve)
+        return answer
 
     async def gather_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Copy all ranks' parts of these blocks into this worker's memory, for a peer to read; nothing may be writing
@@ -255,6 +257,13 @@ def _fetch_stale(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> Non
 
 def _ignore(_output: StepOutput) -> None:
     """Ignore an output: the default of `on_output` before `start`."""
+
+
+def _retrieve(answer: "asyncio.Future[T]") -> None:
+    """Keep asyncio from reporting what nobody awaits any more: a refusal, or an error that has ended the engine, which
+    `on_fatal` reports."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _drop_refusal(future: "Future[object]") -> None:

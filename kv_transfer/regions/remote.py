@@ -3,8 +3,8 @@
 On rank 0's own node the end of the socket is the end of the process, and with it of the memory: its writes fail, and
 nothing lands there any more. Rank 0 does not outlive it by long, for one dead rank ends the worker. Nothing else proves
 anything: what fails in rank 0 while it takes a report ends the worker, too. A rank on another node may be cut off and
-still write, so that the end of its connection proves nothing of its writes: they stay under way until rank 0 has ended.
-What lands in its own memory then harms nobody, for no other process will read it: its worker has ended, too.
+still write, and be written to, so that the end of its connection proves nothing: its writes stay under way, and what
+was revoked is not quiet, until rank 0 has ended, which it does at once (`on_cut`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tandem.protocol.wire import layout_to_pb
 from tandem.v1 import kv_region_pb2 as pb
 
 OnReport = Callable[[pb.RegionReport | None], None]
-"""Called with the answer to an order; None when the process has ended."""
+"""Called with the answer to an order; None when the process has ended, or the connection to it."""
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 """Starts a task whose failure ends the worker."""
 _OPEN_S = 60.0
@@ -45,11 +45,13 @@ class RemoteRegion:
         name: str,
         spawn: Spawn,
         *,
-        end_proves_quiet: bool = True,
+        on_cut: Callable[[], object] | None = None,
     ) -> None:
-        """`name`: of the rank, for messages; `end_proves_quiet`: whether it has ended when the connection has."""
+        """`name`: of the rank, for messages. `on_cut`: for a rank on another node, called when the connection to it has
+        ended; must end the worker. None: the end of the connection is the end of the process.
+        """
         self.name = name
-        self.end_proves_quiet = end_proves_quiet
+        self._on_cut = on_cut
         self._reader = reader
         self._writer = writer
         self._transports: tuple[str, ...] = ()
@@ -71,8 +73,18 @@ class RemoteRegion:
         except TimeoutError:
             raise ConfigError(f"{self.name}: has not opened its KV transports within {_OPEN_S:g} s") from None
         if report is None or report.HasField("failed"):
-            raise ConfigError(f"{self.name}: {'has ended' if report is None else report.failed}")
+            raise ConfigError(self.gone if report is None else f"{self.name}: {report.failed}")
         self._transports = tuple(report.opened.transports)
+
+    @property
+    def end_is_proof(self) -> bool:
+        """Whether nothing is written any more, by the rank or to it, once the connection has ended."""
+        return self._on_cut is None
+
+    @property
+    def gone(self) -> str:
+        """What has happened once the connection has ended, for messages."""
+        return f"{self.name} has ended" if self.end_is_proof else f"the connection to {self.name} has ended"
 
     async def aclose(self) -> None:
         """End the connection; the other process closes its ends then. Orders that it has not read are lost."""
@@ -83,7 +95,7 @@ class RemoteRegion:
             await self._writer.wait_closed()
 
     def order(self, order: pb.RegionOrder, on_report: OnReport) -> None:
-        """Send an order; `on_report` is called once, at once if the process has ended."""
+        """Send an order; `on_report` is called once, at once if the connection has ended."""
         self._number += 1
         order.number = self._number
         if self.ended:
@@ -99,7 +111,7 @@ class RemoteRegion:
             self._writer.write(wire.pack(order))
 
     async def request(self, order: pb.RegionOrder) -> pb.RegionReport | None:
-        """Send an order and wait for its answer; None when the process has ended."""
+        """Send an order and wait for its answer; None when the connection has ended."""
         future: asyncio.Future[pb.RegionReport | None] = asyncio.get_running_loop().create_future()
 
         def answered(report: pb.RegionReport | None) -> None:
@@ -117,9 +129,8 @@ class RemoteRegion:
                 elif (on_report := self._waiting.pop(report.number, None)) is not None:
                     on_report(report)
             self._end()
-            if not self.end_proves_quiet and not self._is_closing:
-                # Nobody else may have noticed: the rank's other connections can still stand.
-                raise TransferError(f"{self.name}: the connection for its KV has ended")
+            if self._on_cut is not None and not self._is_closing:
+                self._on_cut()  # nobody else may have noticed: the rank's other connections can still stand
         finally:
             self._has_read.set()
 
@@ -129,8 +140,8 @@ class RemoteRegion:
         waiting, self._waiting = self._waiting, {}
         for on_report in waiting.values():
             on_report(None)
-        if self._is_closing:
-            return  # this end hung up, which says nothing of the other
+        if self._is_closing or not self.end_is_proof:
+            return  # this end hung up, or the network did, which says nothing of the other
         for key in list(self._revoked):
             self._proven(key)
 
@@ -175,7 +186,7 @@ class RemoteRegion:
 
     def revoke(self, transport: str, key: TransferKey) -> bool:
         if self.ended:
-            return True
+            return self.end_is_proof
         self._revoked[key] += 1
         self.send(pb.RegionOrder(revoke=pb.RevokeLane(key=wire.key_to_pb(key), transport=transport)))
         return False
@@ -208,7 +219,7 @@ class RemoteRegion:
             answer.add_done_callback(self._close_unwanted)
             raise
         if report is None:
-            raise TransferError(f"{self.name} has ended")
+            raise TransferError(self.gone)
         if report.HasField("failed"):
             raise TransferError(report.failed)
         connected = report.connected
@@ -267,14 +278,14 @@ class RemoteWriter:
             self._loop.call_soon_threadsafe(self._region.send, close)
 
     def _written(self, key: TransferKey, future: "Future[WriteResult]", report: pb.RegionReport | None) -> None:
-        if report is None and not self._region.end_proves_quiet:
+        if report is None and not self._region.end_is_proof:
             return  # it may still be writing
         self._pending[key] -= 1
         if not self._pending[key]:
             del self._pending[key]
         with suppress(InvalidStateError):
             if report is None:
-                future.set_exception(TransferError(f"{self._region.name} has ended"))
+                future.set_exception(TransferError(self._region.gone))
             elif report.HasField("written"):
                 done = report.written
                 result = WriteResult(checksum=done.checksum, num_bytes=done.num_bytes, seconds=done.seconds)
@@ -285,14 +296,14 @@ class RemoteWriter:
 
 
 async def open_region(
-    sock: socket.socket, ends: RegionEnds, name: str, spawn: Spawn, *, end_proves_quiet: bool = True
+    sock: socket.socket, ends: RegionEnds, name: str, spawn: Spawn, *, on_cut: Callable[[], object] | None = None
 ) -> RemoteRegion:
     """Take over the socket to a rank's RegionServer and open its ends. Raises ConfigError.
 
-    `end_proves_quiet`: see RemoteRegion.
+    `on_cut`: see RemoteRegion.
     """
     reader, writer = await asyncio.open_connection(sock=sock)
-    region = RemoteRegion(reader, writer, name, spawn, end_proves_quiet=end_proves_quiet)
+    region = RemoteRegion(reader, writer, name, spawn, on_cut=on_cut)
     try:
         await region.open_ends(ends)
     except BaseException:

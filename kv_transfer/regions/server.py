@@ -2,7 +2,8 @@
 
 It decides nothing and remembers no hand-off beyond the grants and writes of its transports. It runs on a thread with an
 event loop of its own, beside the thread that computes the rank's steps, and ends with rank 0's end of the socket.
-Rank 0 takes the end of this one for the end of the process: so a bug here must end the process, before the socket.
+On its own node rank 0 takes the end of this one for the end of the process: so a bug here must end the process, before
+the socket.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """What rank 0 and a rank say about the rank's region, to protobuf and back, and how it is framed on their socket.
 
-Both ends are processes of one worker, so what is malformed here is a bug and not a peer's doing.
+Both ends are processes of one worker, on one node or authenticated, so what is malformed here is a bug and not a peer's
+doing.
 """
 
 import asyncio
@@ -99,9 +100,11 @@ def pack(message: pb.RegionOrder | pb.RegionReport) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT | None:
-    """Read one message; None when the other process has ended."""
+    """Read one message; None when the connection has ended. Raises TransferError for one that is too long."""
     try:
         (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
+        if size > MAX_MESSAGE_BYTES:
+            raise TransferError(f"a rank announces a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are read")
         return kind.FromString(await reader.readexactly(size))
     except (asyncio.IncompleteReadError, OSError):
         return None

@@ -65,8 +65,8 @@ class NewestAttempts:
     """
 
     REMEMBERED_S = 300.0
-    """A decode worker gives a hand-off up within seconds of silence, so that no message of it is as late as this. One
-    that were would cost a prompt's computation, but no block: the receiver refuses what it did not ask for."""
+    """A decode worker gives a hand-off up within seconds of silence, so that no message of it is as late as this. A
+    later one would cost a prompt's computation, but no block: the receiver refuses what it did not ask for."""
     LEAST_REMEMBERED = 8192
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ ENVIRONMENTS: Mapping[str, PeerEnvironment] = {
 
 def ensure(environment: PeerEnvironment, note: Callable[[str], None]) -> Path:
     """Return the environment's interpreter, creating the environment if missing (minutes). Raises PeerNotInstalled."""
-    with _locked(environment.folder.with_suffix(".lock")):
+    with _locked(environment.folder.with_name(f"{environment.folder.name}.lock")):
         if environment.is_complete:
             return environment.python
         note(f"{environment.name}: creating its environment in {environment.folder} (once; takes minutes)")

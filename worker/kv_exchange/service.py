@@ -172,7 +172,7 @@ async def _other_regions(stack: AsyncExitStack, plan: FabricPlan, kv_host: str) 
     regions = []
     for rank in sorted(plan.rank_links):
         link = plan.rank_links.pop(rank)
-        region = await open_region(link.sock, ends, f"rank {rank}", plan.spawn, end_proves_quiet=link.is_on_this_node)
+        region = await open_region(link.sock, ends, f"rank {rank}", plan.spawn, on_cut=link.on_cut)
         stack.push_async_callback(region.aclose)
         regions.append(region)
     return regions

@@ -55,7 +55,7 @@ class ChannelKind(IntEnum):
     WELCOME = 14
     """-> the rank is accepted; a token."""
     ASK = 15
-    """<- JSON, on a rank's second connection: a heartbeat or a store request; see
+    """<- JSON, on a rank's last connection: a heartbeat or a store request; see
     engine.distributed.links.rendezvous.
     """
     ANSWER = 16

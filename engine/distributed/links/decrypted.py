@@ -15,10 +15,19 @@ _MOST_BYTES = 1 << 16
 
 
 def decrypted(connection: ssl.SSLSocket) -> socket.socket:
-    """Return a socket with the connection's bytes, which takes its place: the end of either is the end of both."""
+    """Return a socket with the connection's bytes, which takes its place: the end of either is the end of both.
+
+    What was not sent when the socket ended is lost. Raises OSError, RuntimeError without a descriptor or thread for it,
+    and leaves the connection as it is.
+    """
     near, far = socket.socketpair()
     carrier = _Carrier(connection, far)
-    threading.Thread(target=carrier.run, name="tandem-decrypt", daemon=True).start()
+    try:
+        threading.Thread(target=carrier.run, name="tandem-decrypt", daemon=True).start()
+    except RuntimeError:
+        near.close()
+        far.close()
+        raise
     return near
 
 
@@ -35,8 +44,8 @@ class _Carrier:
         """Carry bytes both ways until one end has ended."""
         try:
             with suppress(OSError):  # SSLError is one: either end is broken
-                while self._carry():
-                    self._wait()
+                while self._carry() and self._wait():
+                    pass
         finally:
             # First the plain end, so that whoever has the other does not wait for the connection's.
             self._plain.close()
@@ -69,11 +78,14 @@ class _Carrier:
                     is_moving = True
         return True
 
-    def _wait(self) -> None:
-        """Sleep until something may move: what is not read waits in the kernel."""
+    def _wait(self) -> bool:
+        """Sleep until something may move: what is not read waits in the kernel. Returns False when the plain end has
+        ended while bytes from it wait for a peer that does not read."""
         poll = select.poll()
-        poll.register(
-            self._connection, (0 if self._to_plain else select.POLLIN) | (select.POLLOUT if self._to_peer else 0)
-        )
+        # A descriptor with nothing to wait for is left out: its end would wake this thread again and again.
+        if of_connection := (0 if self._to_plain else select.POLLIN) | (select.POLLOUT if self._to_peer else 0):
+            poll.register(self._connection, of_connection)
         poll.register(self._plain, (0 if self._to_peer else select.POLLIN) | (select.POLLOUT if self._to_plain else 0))
-        poll.poll()
+        ready = dict(poll.poll())
+        has_ended = ready.get(self._plain.fileno(), 0) & (select.POLLHUP | select.POLLERR)
+        return not (has_ended and self._to_peer)

@@ -32,7 +32,7 @@ class Purpose(StrEnum):
     STEPS = "steps"
     """Commands and requests of rank 0; see ChannelKind."""
     REGION = "region"
-    """Orders about the rank's part of the KV, if it has that for itself; not read here."""
+    """Orders about the rank's part of the KV, if it has that for itself; see kv_transfer.regions."""
     PULSE = "pulse"
     """Requests of the rank: heartbeats to rank 0, and reads of the store."""
 

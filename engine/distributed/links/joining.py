@@ -59,7 +59,7 @@ def connect_to_rank_0(group: NodeGroup, rank: int, source: str | None) -> RankLi
     while True:
         try:
             return _open_link(group, rank, source, tls)
-        except (OSError, RankLost) as error:
+        except (OSError, RankLost, RuntimeError) as error:  # the last: no thread now
             why = tls_reason(error, setting) if isinstance(error, ssl.SSLError) else str(error)
             if why != said or tries % _LOG_EVERY == 0:
                 _log.warning("cannot reach rank 0 at %s: %s", join(group.host, group.port), why)
@@ -71,13 +71,15 @@ def _open_link(group: NodeGroup, rank: int, source: str | None, tls: MutualTls |
     with ExitStack() as undo:
         steps, token, host = _connect(group, rank, source, tls, Purpose.STEPS, "")
         undo.callback(steps.close)
-        region, _, _ = _connect(group, rank, source, tls, Purpose.REGION, token)
+        channel, _, _ = _connect(group, rank, source, tls, Purpose.REGION, token)
+        undo.callback(channel.close)
+        region = channel.into_socket()
         undo.callback(region.close)
         # With the last one, the rank has joined.
         pulse, _, _ = _connect(group, rank, source, tls, Purpose.PULSE, token)
         undo.pop_all()
     steps.set_timeout(None)
-    return RankLink(steps=steps, region=region.into_socket(), pulse=pulse, host=host)
+    return RankLink(steps=steps, region=region, pulse=pulse, host=host)
 
 
 def _connect(

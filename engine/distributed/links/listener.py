@@ -1,7 +1,7 @@
 """Listens on rank 0 for the ranks of other nodes, until all have joined.
 
-Each connection has a thread of its own and a few seconds to authenticate, and one address may have twice as many
-connections at a time as ranks are expected, so no caller delays the others.
+Each connection has a thread of its own and a few seconds to authenticate, and one address may have as many
+connections as ranks are expected meanwhile, so no caller delays the others.
 A rank that connects again while others are awaited is a new process, which replaces the previous one.
 """
 
@@ -86,7 +86,7 @@ class JoinedRank:
 
     steps: RankChannel
     region: RankChannel
-    """Not used here: see Purpose."""
+    """For orders about the rank's part of the KV; see Purpose."""
 
 
 class NodeListener:
@@ -187,9 +187,8 @@ class NodeListener:
 
     def _count_caller(self, host: str) -> bool:
         with self._changed:
-            # A rank opens one connection after the other, the next as soon as the one before is accepted: its thread
-            # may not have ended yet.
-            if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= 2 * len(self._group.elsewhere):
+            # A rank opens one connection after the other.
+            if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= len(self._group.elsewhere):
                 return False
             self._callers[host] += 1
             return True
@@ -202,17 +201,25 @@ class NodeListener:
 
     def _handshake(self, sock: socket.socket, host: str, name: str) -> None:
         try:
-            self._authenticate(sock, name)
+            try:
+                caller, token, channel = self._authenticate(sock, name)
+            finally:
+                # Before the welcome: a rank then opens its next connection at once.
+                self._dismiss_caller(host)
+            try:
+                self._record(caller, token, channel)
+            except BaseException:
+                channel.close()
+                raise
         except ssl.SSLError as error:
             _log.warning("rejected %s: %s", name, tls_reason(error, self._setting))
             sock.close()
         except (OSError, RankLost, RuntimeError) as error:  # the last: no thread for a time limit
             _log.warning("rejected %s: %s", name, error)
             sock.close()
-        finally:
-            self._dismiss_caller(host)
 
-    def _authenticate(self, sock: socket.socket, name: str) -> None:
+    def _authenticate(self, sock: socket.socket, name: str) -> tuple[JoiningRank, str, RankChannel]:
+        """Return who has called, the token to send it, and its connection."""
         keep_alive(sock)
         sock.settimeout(_HANDSHAKE_S)
         encrypted, bond = None, b""
@@ -226,8 +233,7 @@ class NodeListener:
                     bond = self._tls.fingerprint + peer_fingerprint(encrypted)
                 caller, token = handshake_as_leader(channel, self._group.secret, self._refusal, bond)
             # The address shows an operator which node it is.
-            known = RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
-            self._record(caller, token, known)
+            return caller, token, RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
         except BaseException:
             sock.close()
             raise
@@ -252,7 +258,7 @@ class NodeListener:
                 return
             joining = self._joining.get(caller.rank)
             if joining is None or joining.token != caller.token:
-                raise RankLost(f"{channel.peer} is not the process that opened the other connection")
+                raise RankLost(f"{channel.peer} is not the process that opened the first connection")
             if caller.rank in self._joined:
                 raise RankLost(f"{channel.peer} has joined already")
             if caller.purpose is Purpose.REGION:

@@ -82,7 +82,7 @@ class RendezvousStore:
 
 
 class RemoteKeys:
-    """Keys as reached from other ranks: one request at a time over the rank's second connection."""
+    """Keys as reached from other ranks: one request at a time over the rank's last connection."""
 
     def __init__(self, channel: RankChannel, *, silence_s: float) -> None:
         """`silence_s`: longest silence of rank 0 in answer to a request that does not wait."""

@@ -2,6 +2,8 @@
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.heartbeat import HeartbeatServer
@@ -71,15 +73,23 @@ class Channels:
         """
         return [self._open_pair(rank, arrivals, region_module) for rank in ranks]
 
-    def add(self, joined: Mapping[int, JoinedRank], *, have_regions: bool) -> None:
-        """Add the connections to ranks of other nodes; `have_regions`: whether they serve KV regions."""
+    def add(self, joined: Mapping[int, JoinedRank], *, on_cut: Callable[[int], None] | None) -> None:
+        """Add the connections to ranks of other nodes.
+
+        `on_cut`: called with a rank whose connection for its KV region has ended; None: they serve none. Raises
+        OSError, RuntimeError when there are no descriptors or threads left.
+        """
         for rank, links in sorted(joined.items()):
             self._all[rank] = links.steps
             self._elsewhere.add(rank)
-            if have_regions:
-                self.regions[rank] = RegionLink(sock=links.region.into_socket(), is_on_this_node=False)
-            else:
-                links.region.close()
+        with ExitStack() as left:
+            for links in joined.values():
+                left.callback(links.region.close)
+            if on_cut is None:
+                return
+            for rank, links in sorted(joined.items()):
+                self.regions[rank] = RegionLink(sock=links.region.into_socket(), on_cut=partial(on_cut, rank))
+            left.pop_all()
 
     @property
     def elsewhere(self) -> Mapping[int, RankChannel]:
@@ -132,7 +142,7 @@ class Channels:
         fds = [far.fileno()]
         if region_module is not None:
             near_region, far_region = socket.socketpair()
-            self.regions[rank] = RegionLink(sock=near_region, is_on_this_node=True)
+            self.regions[rank] = RegionLink(sock=near_region)
             self._far_ends.append(far_region)
             argv += ["--region-fd", str(far_region.fileno())]
             fds.append(far_region.fileno())

@@ -68,7 +68,10 @@ def join_and_serve(join_fd: int, rank: int, *, source: str | None, serve_region:
         return REFUSED
     # From now on this process ends with rank 0, which may have work to finish first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if serve_region is None or link.region is None:
+    if link.region is None:
+        return serve_rank(link)
+    if serve_region is None:
+        link.region.close()
         return serve_rank(link)
     return serve_rank(link, partial(serve_region, link.region, host=link.host, tls=group.tls))
 

@@ -9,6 +9,7 @@ are sent the same.
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -64,7 +65,8 @@ class Leader:
             undo.callback(self._processes.close)
             self._channels.close_far_ends()
             if arrivals is not None:
-                self._channels.add(arrivals.gather(), have_regions=region_module is not None)
+                on_cut = None if region_module is None else self._on_cut
+                self._channels.add(arrivals.gather(), on_cut=on_cut)
             self.group = self._meet(setup)
             undo.pop_all()
         _log.info("%d ranks, local pids %s", setup.size, [os.getpid(), *self._processes.pids.values()])
@@ -122,6 +124,11 @@ class Leader:
             self._arrivals.close()
         self._channels.close()
         self.group.close()
+
+    def _on_cut(self, rank: int) -> None:
+        """End the group, because the connection for a rank's KV has ended."""
+        lost = RankLost(f"rank {rank}: the connection for its KV has ended")
+        threading.Thread(target=self._end.report, args=(lost,), name="tandem-rank-cut", daemon=True).start()
 
     def _meet(self, setup: RankSetup) -> TorchGroup:
         self._timeout_s = setup.timeout_s

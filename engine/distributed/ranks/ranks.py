@@ -18,8 +18,9 @@ class RegionLink:
     """Connection to the server of a rank's KV region."""
 
     sock: socket.socket
-    is_on_this_node: bool
-    """Whether the end of the connection is the end of the rank's process."""
+    on_cut: Callable[[], None] | None = None
+    """For a rank on another node: to be called, on any thread, when the connection has ended; ends the group. None: the
+    end of the connection is the end of the rank's process, which others notice."""
 
 
 class Ranks(Protocol):

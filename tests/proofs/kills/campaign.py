@@ -63,7 +63,8 @@ _MAX_STEP_S = 0.5
 _LONGEST_PAUSE_S = 0.5
 _EXITED = "exited with code"
 _WRONG = ("Traceback", "CRITICAL", _EXITED)
-_WITHOUT_RANK = "this worker cannot go on without it"
+_WITHOUT_RANK = ("this worker cannot go on without it", "the engine failed: RankLost")
+"""Either the thread that watches the rank notices first, or the engine, whose step needed it and ends the process."""
 _RAISED = re.compile(r"[\w-]+:[ |+]*(?:[\w]+\.)*(\w+): ")
 """The last line of a traceback, of an exception of this class."""
 _OF_A_LOST_RANK = frozenset({"RankLost", "ExceptionGroup", "BaseExceptionGroup"})
@@ -309,7 +310,7 @@ class Campaign:
         end = next((nth for nth, at in enumerate(own) if _EXITED in lines[at]), len(own))
         own = own[: end + 1]
         raised = {found[1] for at in own if (found := _RAISED.match(lines[at]))}
-        if any(_WITHOUT_RANK in lines[at] for at in own) and raised <= _OF_A_LOST_RANK:
+        if any(sign in lines[at] for at in own for sign in _WITHOUT_RANK) and raised <= _OF_A_LOST_RANK:
             self._excused += own
 
     async def _freed(self, name: str, dead: int, since: int, killed_s: float) -> tuple[float, list[dict[str, Any]]]:

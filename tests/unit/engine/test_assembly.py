@@ -1,5 +1,6 @@
 """An engine is assembled, or refused with the figures."""
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from engine.assembly import _engine_config, _is_pipelined, assemble
 from engine.backends.options import BackendOptions
 from engine.distributed.ranks import follower
 from engine.distributed.ranks.messages import RankFacts, RankSetup
-from engine.distributed.ranks.ranks import SoloRanks
+from engine.distributed.ranks.ranks import RegionLink, SoloRanks
 from engine.model.decoder import Decoder
 from engine.spec import EngineSpec
 from engine.types.config import SpeculationConfig
@@ -128,6 +129,22 @@ def test_assembly_first_node_has_room_for_kv_of_all(monkeypatch: pytest.MonkeyPa
     here = assemble(replace(SPEC, num_blocks=None)).budget.num_blocks
     spread = assemble(replace(SPEC, num_blocks=None, nodes=group(size=4, num_nodes=4))).budget.num_blocks
     assert spread == here // 4 > 0
+
+
+def test_assembly_first_node_has_its_own_kv_alone_where_ranks_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Apart(SoloRanks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.region_links = {1: RegionLink(sock=socket.socket())}
+
+    apart = Apart()
+    monkeypatch.setattr(assembly, "_workspace_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(assembly, "open_ranks", lambda *_: SoloRanks())
+    here = assemble(replace(SPEC, num_blocks=None)).budget.num_blocks
+    monkeypatch.setattr(assembly, "open_ranks", lambda *_: apart)
+    spread = assemble(replace(SPEC, num_blocks=None, nodes=group(size=4, num_nodes=4))).budget.num_blocks
+    apart.region_links[1].sock.close()
+    assert spread == here > 0
 
 
 def test_assembly_context_beyond_models_is_refused() -> None:

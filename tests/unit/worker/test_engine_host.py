@@ -1,7 +1,14 @@
-"""A worker's reports about its engine."""
+"""A worker's reports about its engine, and what becomes of calls to it."""
 
+import asyncio
+import gc
+
+import pytest
+
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_rates import NUM_FIRST
 from engine.types.step_output import StepTimings
+from tandem.errors import InternalError, Unavailable
 from tests.support.engine.ledger_host import parts
 from worker.engine_host import EngineHost
 
@@ -22,3 +29,31 @@ async def test_load_report_has_rates_after_enough_measurements() -> None:
     assert (report.prefill_tokens_per_s, report.decode_step_s) == (1010.0, 0.02)
     await host.stop()
     assert not faults
+
+
+async def test_call_that_nobody_awaits_is_reported_once() -> None:
+    """A refusal concerns whoever asked; an engine that fails says so itself."""
+    reported: list[str] = []
+    faults: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(repr(context["exception"])))
+    host = EngineHost(parts(), on_fatal=faults.append)
+    host.start(on_output=lambda _: None, ports=tuple)
+
+    def refuse(_scheduler: Scheduler) -> None:
+        raise Unavailable("not now")
+
+    def fail(_scheduler: Scheduler) -> None:
+        raise ArithmeticError("a bug")
+
+    with pytest.raises(Unavailable, match="not now"):
+        await host.call(refuse)
+    for broken in (refuse, fail, refuse):
+        unawaited = [asyncio.ensure_future(host.call(broken))]
+        await asyncio.wait(unawaited)
+        del unawaited
+        gc.collect()
+    with pytest.raises(InternalError, match="the engine has failed"):
+        await host.call(refuse)
+    await host.stop()
+    assert not reported
+    assert [type(fault) for fault in faults] == [ArithmeticError]

@@ -289,35 +289,58 @@ async def test_region_of_a_frozen_rank_closes_with_orders_that_it_never_read() -
 async def test_open_names_the_rank_that_has_ended() -> None:
     near, far = socket.socketpair()
     far.close()
-    with pytest.raises(ConfigError, match="rank 1: has ended"):
+    with pytest.raises(ConfigError, match="rank 1 has ended"):
         await open_region(near, TCP, "rank 1", asyncio.ensure_future)
 
 
-async def test_end_of_a_connection_to_another_node_proves_no_write_ended_and_ends_the_worker() -> None:
-    """The rank may only be cut off, and still write: its peer must not be told that it does not."""
+async def test_end_of_a_connection_to_another_node_proves_nothing_and_ends_the_worker() -> None:
+    """The rank may only be cut off, still write and be written to: nobody must be told otherwise."""
     near, far = socket.socketpair()
     rank = Scripted(*await asyncio.open_connection(sock=far))
-    tasks: list[asyncio.Task[None]] = []
-    loop = asyncio.get_running_loop()
-    region = RemoteRegion(
-        *await asyncio.open_connection(sock=near),
-        "rank 1",
-        lambda work: tasks.append(loop.create_task(work)),
-        end_proves_quiet=False,
-    )
+    cut, quiet = asyncio.Event(), []
+    region = RemoteRegion(*await asyncio.open_connection(sock=near), "rank 1", asyncio.ensure_future, on_cut=cut.set)
+    region.listen_quiet(quiet.append)
     writer = RemoteWriter(region, 1)
     under_way = writer.write(order())
     await rank.next()
+    assert not region.revoke("tcp", KEY)
+    verifying = asyncio.ensure_future(region.verify("tcp", KEY, CELLS, 1))
+    await settle()
+    assert not cut.is_set()
     rank.writer.close()
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(TransferError, match="rank 1: the connection for its KV has ended"):
-            await tasks[0]  # of the worker's group
+        await cut.wait()
+        assert not await verifying, "who asks is answered"
+        with pytest.raises(TransferError, match="the connection to rank 1 has ended"):
+            await region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
     late = writer.write(order())
     assert not under_way.done()
     assert not late.done()
     assert not writer.cancel(KEY)
-    assert region.revoke("tcp", KEY), "nobody will read that rank's memory any more"
+    assert not region.revoke("tcp", KEY)
+    assert not quiet
     await region.aclose()
+
+
+async def test_own_end_of_a_connection_to_another_node_ends_no_worker() -> None:
+    near, far = socket.socketpair()
+    with far:
+        cut: list[bool] = []
+        region = RemoteRegion(
+            *await asyncio.open_connection(sock=near),
+            "rank 1",
+            asyncio.ensure_future,
+            on_cut=lambda: cut.append(True),
+        )
+        await region.aclose()
+        assert not cut
+
+
+async def test_message_of_a_rank_has_a_bound() -> None:
+    async with scripted() as (region, rank):
+        rank.writer.write((wire.MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+        with pytest.raises(TransferError, match="at most 67108864 are read"):
+            await wire.read(region._reader, pb.RegionReport)
 
 
 async def test_writer_closes_from_any_thread_and_ends_its_writes() -> None:

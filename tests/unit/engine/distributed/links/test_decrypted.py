@@ -81,3 +81,15 @@ def test_decrypted_end_of_one_ends_both(ends: tuple[ssl.SSLSocket, socket.socket
     gone, left = (encrypted, plain) if which == "encrypted" else (plain, encrypted)
     gone.close()
     assert left.recv(1) == b""
+
+
+def test_decrypted_ends_although_the_peer_reads_nothing(ends: tuple[ssl.SSLSocket, socket.socket]) -> None:
+    _encrypted, plain = ends
+    before = {one for one in threading.enumerate() if one.name == "tandem-decrypt"}
+    plain.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        plain.sendall(bytes(64 << 20))
+    plain.close()
+    for carrier in before:
+        carrier.join(30.0)
+        assert not carrier.is_alive()
