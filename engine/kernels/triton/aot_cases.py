@@ -16,9 +16,11 @@ from engine.kernels.triton.gemv import gemv_kernel
 from engine.kernels.triton.norm import add_rms_norm_kernel
 from engine.kernels.triton.paged_prefill import paged_prefill_kernel
 from engine.kernels.triton.pages import power_of_two
+from engine.kernels.triton.quantized.epilogue import ROW_TILES_TOGETHER
+from engine.kernels.triton.quantized.group_gemm import group_gemm_kernel
 from engine.kernels.triton.rope_kv import rope_kv_kernel
 from engine.kernels.triton.sampling import edit_kernel, select_kernel, survey_kernel
-from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable
+from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable, QuantizedLaunch
 from tandem.values.kv_layout import KVLayout
 
 _FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
@@ -100,6 +102,7 @@ def all_cases(table: LaunchTable) -> Iterator[AotCase]:
         yield from _elementwise(dtype, table)
         if dtype != "fp32":
             yield from _few_rows(dtype, table)
+            yield from _grouped(dtype, table)
         for cache in ("same", *_EIGHT_BIT):
             for head_dim in (64, 80, 128, 256):
                 yield _rope(dtype, cache, head_dim)
@@ -272,6 +275,8 @@ def _elementwise(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
 
 _MATRICES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (14_336, 4096), "down": (4096, 14_336)}
 """Output features and depth of an 8B model's products."""
+_NUM_SMS = 132
+"""Multiprocessors of an H100 and of an H200, by which depths are split."""
 
 
 def _few_rows(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
@@ -307,6 +312,72 @@ def _few_rows(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
             num_stages=few.num_stages,
             representative=dtype == "bf16",
         )
+
+
+class _Codes(NamedTuple):
+    """A stored form of weights by groups of columns."""
+
+    bits: int
+    group: int
+    lanes: int = 32
+    zeros: str = ""
+    offsets: str = ""
+    is_float: bool = False
+
+
+_GROUPED = {
+    "int4-g128": _Codes(4, 128),
+    "int4-g128-zeros": _Codes(4, 128, zeros="*i8"),
+    "int4-g32": _Codes(4, 32),
+    "int4-g32-offsets": _Codes(4, 32, offsets="*fp32"),
+    "int4-row": _Codes(4, 0),
+    "int8-g128": _Codes(8, 128),
+    "int8-g16": _Codes(8, 16, lanes=16),
+    "int8-row": _Codes(8, 0),
+    "fp8-g128": _Codes(8, 128, is_float=True),
+}
+
+
+def _grouped(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
+    launches = [(launch, f"m{launch.block_m}") for launch in table.quantized("groups")]
+    launches += [(launch, "fixed") for launch in table.quantized("groups", deterministic=True)]
+    for codes, form in _GROUPED.items():
+        for matrix, (features, depth) in _MATRICES.items():
+            for launch, name in launches:
+                case = _grouped_with(
+                    launch, form, dtype, (features, depth), is_gated=matrix == "gate_up" and name == "m16"
+                )
+                is_main = dtype == "bf16" and codes == "int4-g128-zeros" and matrix != "qkv"
+                is_main = is_main and (name == "m16" or matrix == "down")
+                if matrix in ("output", "down"):
+                    constants = {key: value for key, value in case.constants.items() if key != "residual_ptr"}
+                    case = replace(case, types=case.types | {"residual_ptr": f"*{dtype}"}, constants=constants)
+                yield replace(case, name=f"group_gemm {dtype}-{codes}-{matrix}-{name}", representative=is_main)
+
+
+def _grouped_with(
+    launch: QuantizedLaunch, form: _Codes, dtype: str, shape: tuple[int, int], *, is_gated: bool
+) -> AotCase:
+    features, depth = shape
+    span = 16 // form.bits * form.lanes
+    splits = 1 if is_gated else launch.num_splits(features, -(-depth // span), _NUM_SMS)
+    types = {"x_ptr": f"*{dtype}", "words_ptr": "*i16", "scale_ptr": "*fp16", "out_ptr": f"*{dtype}"}
+    types |= {"zero_ptr": form.zeros, "offset_ptr": form.offsets, "num_rows": "i32", "x_stride": "i32"}
+    types |= {"parts_ptr": "*fp32", "arrivals_ptr": "*i32"} if splits > 1 else {}
+    types = {name: found for name, found in types.items() if found}
+    constants: dict[str, Any] = {"OUT": features, "DEPTH": depth, "GROUP": form.group or depth, "BITS": form.bits}
+    constants |= {"LANES": form.lanes, "IS_FLOAT": form.is_float, "GATED": is_gated, "NUM_SPLITS": splits}
+    constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "TOGETHER": ROW_TILES_TOGETHER}
+    constants |= {"LINES": launch.prefetch_lines, "PDL": True}
+    absent = dict.fromkeys(set(group_gemm_kernel.arg_names) - types.keys() - constants.keys())
+    return AotCase(
+        name="",
+        kernel=group_gemm_kernel,
+        types=types,
+        constants=constants | absent,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
 
 
 def _sampling() -> Iterator[AotCase]:

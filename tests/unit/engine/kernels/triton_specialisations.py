@@ -26,6 +26,8 @@ from engine.kernels.triton.aot_cases import all_cases
 from engine.kernels.triton.sampling import compile_for
 from engine.kernels.triton.tuning import load_table
 from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.backend import ProjectionRole
+from engine.model.checkpoints.stored_matrix import GroupIntMatrix
 from engine.model.loader import build_model
 from engine.model.memory_budget import kv_layout
 from engine.runner import dry_run
@@ -126,6 +128,24 @@ def warm(runner):
     compile_for(SHAPE.vocab_size, CPU)
 
 
+def launch_quantized():
+    """Products of four bits by groups of 128 with zeros, as a checkpoint of GPTQ or AWQ has them."""
+
+    def matrix(rows, columns):
+        zero = torch.arange(rows * columns // 128, dtype=torch.int16).view(rows, -1) % 16
+        codes, scale = torch.zeros(rows, columns // 2, dtype=torch.uint8), torch.ones(zero.shape, dtype=torch.float16)
+        return GroupIntMatrix(bits=4, num_columns=columns, codes=codes, scale=scale, zero=zero, group_size=128)
+
+    for deterministic in (False, True):
+        options = BackendOptions(device=CPU, dtype="bfloat16", quantization="stored", deterministic=deterministic)
+        backend = CudaBackend(options)
+        down = backend.closing(matrix(512, 4096), None, ProjectionRole.DOWN)
+        gated = backend.gated(matrix(512, 1024), None)
+        for rows in (1, 3, 40, 300):
+            down(torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(rows, 512, dtype=torch.bfloat16))
+            gated(torch.zeros(rows, 1024, dtype=torch.bfloat16))
+
+
 def described(case):
     """A case as the launches above are described."""
     source, names = source_of(case), case.kernel.arg_names
@@ -151,6 +171,7 @@ def main(num_batches):
         for _ in range(num_batches):
             runner.launch(random_batch(rng)).tokens()
         late += [launches.variants[key] for key in launches.variants if key not in known]
+    launch_quantized()
     cases = [described(case) for case in all_cases(load_table("")) if case.representative]
     json.dump({"launched": list(launches.variants.values()), "late": late, "cases": cases}, sys.stdout)
 
