@@ -115,7 +115,7 @@ class EngineSection(PinnedShares):
     `auto`: `stored` but where there is AMX, whose tiles compute prompts faster from restored weights. Of float or
     restored weights, on CPUs in bfloat16: `int8`: weights in eight bits by output column, inputs by row; `int4`: the
     layers' weights in four bits by groups of 32, inputs in eight bits by the same groups, the head as with `int8`. On
-    GPUs, in bfloat16 and float16: the same weights, inputs as they are.
+    GPUs, in bfloat16 and float16: the same weights; inputs as they are, of those in eight bits also by row.
     See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.

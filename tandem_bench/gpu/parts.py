@@ -30,6 +30,7 @@ PARTS = (
     _part("parity.gemm_fixed", "kernels.row_parity.gemm_fixed_parity", 14),
     _part("parity.gemm_few", "kernels.row_parity.gemm_few_parity", 22),
     _part("parity.group_gemm", "kernels.quantized_products.group_gemm_parity", 22),
+    _part("parity.byte_gemm", "kernels.quantized_products.byte_gemm_parity", 14),
     _part("parity.sampling", "kernels.row_parity.sampling_parity", 14),
     _part("parity.engine", "engine_parity.engine_parity", 66),
     _part("speed.decode", "model_speed.decode", 40),

@@ -1,4 +1,5 @@
-"""Triton kernels on a GPU: fused elementwise passes, paged attention, sampling; products by the vendor's library.
+"""Triton kernels on a GPU: fused elementwise passes, paged attention, sampling, products of few rows and of quantized
+weights; other products by the vendor's library.
 
 In deterministic mode products are computed by `engine.kernels.triton.gemm_fixed` and attention in fixed runs of keys,
 so that a token's result does not depend on batch, chunks or step. Results are tensors of torch's caching

@@ -16,8 +16,10 @@ from engine.kernels.triton.gemv import gemv_kernel
 from engine.kernels.triton.norm import add_rms_norm_kernel
 from engine.kernels.triton.paged_prefill import paged_prefill_kernel
 from engine.kernels.triton.pages import power_of_two
+from engine.kernels.triton.quantized.byte_gemm import byte_gemm_kernel
 from engine.kernels.triton.quantized.epilogue import ROW_TILES_TOGETHER
 from engine.kernels.triton.quantized.group_gemm import group_gemm_kernel
+from engine.kernels.triton.quantized.round_rows import round_rows_kernel
 from engine.kernels.triton.rope_kv import rope_kv_kernel
 from engine.kernels.triton.sampling import edit_kernel, select_kernel, survey_kernel
 from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable, QuantizedLaunch
@@ -103,6 +105,7 @@ def all_cases(table: LaunchTable) -> Iterator[AotCase]:
         if dtype != "fp32":
             yield from _few_rows(dtype, table)
             yield from _grouped(dtype, table)
+            yield from _bytes(dtype, table)
         for cache in ("same", *_EIGHT_BIT):
             for head_dim in (64, 80, 128, 256):
                 yield _rope(dtype, cache, head_dim)
@@ -338,45 +341,101 @@ _GROUPED = {
 }
 
 
+class _Tiles(NamedTuple):
+    """A launch of a product of quantized weights, and a matrix that it multiplies by."""
+
+    matrix: str
+    launch: QuantizedLaunch
+    name: str
+
+    @property
+    def is_gated(self) -> bool:
+        return self.matrix == "gate_up"
+
+    def arguments(self, arithmetic: str, dtype: str, step: int) -> tuple[dict[str, str], dict[str, Any]]:
+        """Types and constants that all such kernels have; `step`: depth that they multiply at a time."""
+        features, depth = _MATRICES[self.matrix]
+        launch = self.launch
+        splits = 1 if self.is_gated else launch.num_splits(features, -(-depth // step), _NUM_SMS)
+        types = {"out_ptr": f"*{dtype}", "num_rows": "i32"}
+        types |= {} if self.is_gated else {"residual_ptr": f"*{dtype}"}
+        if splits > 1:
+            types |= {"parts_ptr": "*i32" if arithmetic == "bytes" else "*fp32", "arrivals_ptr": "*i32"}
+        constants: dict[str, Any] = {"OUT": features, "DEPTH": depth, "GATED": self.is_gated, "NUM_SPLITS": splits}
+        constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "TOGETHER": ROW_TILES_TOGETHER}
+        return types, constants | {"LINES": launch.prefetch_lines, "PDL": True}
+
+
+def _tiles(arithmetic: str, table: LaunchTable) -> Iterator[_Tiles]:
+    """Every launch with the deepest matrix, and gates, which are for few rows."""
+    launches = table.quantized(arithmetic)
+    yield _Tiles("gate_up", launches[0], "gated")
+    for launch in launches:
+        yield _Tiles("down", launch, f"m{launch.block_m}")
+    for launch in table.quantized(arithmetic, deterministic=True):
+        yield _Tiles("down", launch, "fixed")
+
+
 def _grouped(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
-    launches = [(launch, f"m{launch.block_m}") for launch in table.quantized("groups")]
-    launches += [(launch, "fixed") for launch in table.quantized("groups", deterministic=True)]
     for codes, form in _GROUPED.items():
-        for matrix, (features, depth) in _MATRICES.items():
-            for launch, name in launches:
-                case = _grouped_with(
-                    launch, form, dtype, (features, depth), is_gated=matrix == "gate_up" and name == "m16"
-                )
-                is_main = dtype == "bf16" and codes == "int4-g128-zeros" and matrix != "qkv"
-                is_main = is_main and (name == "m16" or matrix == "down")
-                if matrix in ("output", "down"):
-                    constants = {key: value for key, value in case.constants.items() if key != "residual_ptr"}
-                    case = replace(case, types=case.types | {"residual_ptr": f"*{dtype}"}, constants=constants)
-                yield replace(case, name=f"group_gemm {dtype}-{codes}-{matrix}-{name}", representative=is_main)
+        for tiles in _tiles("groups", table):
+            types, constants = tiles.arguments("groups", dtype, 16 // form.bits * form.lanes)
+            types |= {"x_ptr": f"*{dtype}", "x_stride": "i32", "words_ptr": "*i16"}
+            types |= {"scale_ptr": "*fp32" if form.is_float else "*fp16"}
+            types |= {"zero_ptr": form.zeros} if form.zeros else {}
+            types |= {"offset_ptr": form.offsets} if form.offsets else {}
+            constants |= {"GROUP": form.group or constants["DEPTH"], "BITS": form.bits, "LANES": form.lanes}
+            yield _quantized_case(
+                f"group_gemm {dtype}-{codes}-{tiles.name}",
+                group_gemm_kernel,
+                types,
+                constants | {"IS_FLOAT": form.is_float},
+                tiles.launch,
+                is_main=dtype == "bf16" and codes == "int4-g128-zeros" and tiles.name != "m64",
+            )
 
 
-def _grouped_with(
-    launch: QuantizedLaunch, form: _Codes, dtype: str, shape: tuple[int, int], *, is_gated: bool
+def _bytes(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
+    for tiles in _tiles("bytes", table):
+        types, constants = tiles.arguments("bytes", dtype, tiles.launch.block_k)
+        types |= {"codes_ptr": "*i8", "row_scale_ptr": "*fp32", "weight_ptr": "*i8", "scale_ptr": "*fp32"}
+        yield _quantized_case(
+            f"byte_gemm {dtype}-{tiles.name}",
+            byte_gemm_kernel,
+            types,
+            constants | {"BLOCK_K": tiles.launch.block_k},
+            tiles.launch,
+            is_main=dtype == "bf16" and tiles.name in ("m16", "m128"),
+        )
+    for depth in (4096, 14_336):
+        yield AotCase(
+            name=f"round_rows {dtype}-{depth}",
+            kernel=round_rows_kernel,
+            types={"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scale_ptr": "*fp32", "x_stride": "i32"},
+            constants={"DEPTH": depth, "BLOCK": 4096, "PDL": True},
+            num_warps=8,
+            representative=dtype == "bf16" and depth == 4096,
+        )
+
+
+def _quantized_case(
+    name: str,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    launch: QuantizedLaunch,
+    *,
+    is_main: bool,
 ) -> AotCase:
-    features, depth = shape
-    span = 16 // form.bits * form.lanes
-    splits = 1 if is_gated else launch.num_splits(features, -(-depth // span), _NUM_SMS)
-    types = {"x_ptr": f"*{dtype}", "words_ptr": "*i16", "scale_ptr": "*fp16", "out_ptr": f"*{dtype}"}
-    types |= {"zero_ptr": form.zeros, "offset_ptr": form.offsets, "num_rows": "i32", "x_stride": "i32"}
-    types |= {"parts_ptr": "*fp32", "arrivals_ptr": "*i32"} if splits > 1 else {}
-    types = {name: found for name, found in types.items() if found}
-    constants: dict[str, Any] = {"OUT": features, "DEPTH": depth, "GROUP": form.group or depth, "BITS": form.bits}
-    constants |= {"LANES": form.lanes, "IS_FLOAT": form.is_float, "GATED": is_gated, "NUM_SPLITS": splits}
-    constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "TOGETHER": ROW_TILES_TOGETHER}
-    constants |= {"LINES": launch.prefetch_lines, "PDL": True}
-    absent = dict.fromkeys(set(group_gemm_kernel.arg_names) - types.keys() - constants.keys())
+    """A case whose other arguments are None."""
     return AotCase(
-        name="",
-        kernel=group_gemm_kernel,
+        name=name,
+        kernel=kernel,
         types=types,
-        constants=constants | absent,
+        constants=constants | dict.fromkeys(set(kernel.arg_names) - types.keys() - constants.keys()),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        representative=is_main,
     )
 
 

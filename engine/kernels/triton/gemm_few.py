@@ -50,7 +50,7 @@ def sum_of_parts(acc, parts_ptr, arrivals_ptr, tile, split, NUM_SPLITS: tl.const
     is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
     if is_last:
         tl.debug_barrier()
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], acc.dtype)
         for part in tl.static_range(NUM_SPLITS):
             acc += tl.load(first + part * size + place, cache_modifier=".cg")
         tl.store(arrivals_ptr + tile, 0)

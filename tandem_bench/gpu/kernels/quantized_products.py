@@ -8,8 +8,10 @@ from torch.nn import functional as F
 
 from engine.kernels.triton import reference
 from engine.kernels.triton.gemm_few import FewRowsWorkspace
+from engine.kernels.triton.quantized.byte_gemm import byte_gemm
 from engine.kernels.triton.quantized.group_gemm import group_gemm
 from engine.kernels.triton.quantized.group_weights import GroupWeights, pack_groups
+from engine.kernels.triton.quantized.round_rows import round_rows
 from engine.kernels.triton.tuning import QuantizedLaunch
 from engine.model.checkpoints.packing import pack_nibbles
 from engine.model.checkpoints.stored_matrix import Fp8Matrix, GroupIntMatrix, StoredMatrix
@@ -39,6 +41,19 @@ def group_gemm_parity(stage: Stage) -> Findings:
             with naming(f"case {number} of {dtype}"):
                 worst = max(worst, _parity_case(stage, rng, dtype, number))
         name = f"parity.group_gemm.{str(dtype).removeprefix('torch.')}"
+        yield figure(name, worst, "of tolerance", at_most=1.0)
+        yield figure(f"{name}.cases", number + 1, "")
+
+
+def byte_gemm_parity(stage: Stage) -> Findings:
+    """Compare rows rounded to bytes, code for code, and their products with those of whole numbers."""
+    for dtype in stage.kernel_dtypes:
+        worst, number = 0.0, 0
+        for number in case_numbers(stage, 1 / len(stage.kernel_dtypes), _MOST_CASES):
+            rng = Random(f"byte_gemm:{stage.seed}:{dtype}:{number}")
+            with naming(f"case {number} of {dtype}"):
+                worst = max(worst, _bytes_case(stage, rng, dtype))
+        name = f"parity.byte_gemm.{str(dtype).removeprefix('torch.')}"
         yield figure(name, worst, "of tolerance", at_most=1.0)
         yield figure(f"{name}.cases", number + 1, "")
 
@@ -107,6 +122,36 @@ def _parity_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> 
         error_share(added, residual.float() + expected, _ROUNDED_TOLERANCE[dtype]),
         error_share(gated, reference.silu_mul(unbiased.to(dtype)), _ROUNDED_TOLERANCE[dtype]),
     )
+
+
+def _bytes_case(stage: Stage, rng: Random, dtype: torch.dtype) -> float:
+    features, depth = rng.choice([(40, 96), (64, 160)] if stage.is_small else [(70, 480), (1024, 4096), (4096, 14_336)])
+    rows = rng.choice([1, 3, 16] if stage.is_small else [1, 3, 16, 70, 300])
+    x = randn(rng, rows, depth + 8, dtype=dtype, device=stage.place)[:, :depth]
+    weight = (randn(rng, features, depth, dtype=torch.float32, device=stage.place) * 40).clamp(-127, 127).to(torch.int8)
+    scale = randn(rng, features, dtype=torch.float32, device=stage.place).abs()
+    codes, row_scale = torch.empty(rows, depth, dtype=torch.int8, device=stage.place), torch.empty_like(x[:, 0]).float()
+    round_rows(x, codes, row_scale, pdl=_has_pdl(stage))
+    expected_codes, expected_scale = reference.rounded_rows(x)
+    if not torch.equal(codes, expected_codes) or not torch.equal(row_scale, expected_scale):
+        return HOPELESS
+    expected = (codes.double() @ weight.double().T).float() * row_scale[:, None] * scale
+    worst = 0.0
+    for launch in (*launches(stage).quantized("bytes"), *launches(stage).quantized("bytes", deterministic=True)):
+        if launch.rows and rows > launch.rows:
+            continue
+        out = torch.empty_like(expected)
+        splits = launch.num_splits(features, -(-depth // launch.block_k), num_sms(stage))
+        num_tiles = -(-features // launch.block_n)
+        workspace = FewRowsWorkspace.allocate(
+            num_tiles * splits * launch.block_n * launch.block_m, num_tiles, stage.place
+        )
+        byte_gemm(
+            codes, row_scale, weight, scale, None, out, launch, workspace=workspace, num_splits=splits,
+            pdl=_has_pdl(stage),
+        )  # fmt: skip
+        worst = max(worst, error_share(out, expected, 1e-6))
+    return worst
 
 
 def _multiply(

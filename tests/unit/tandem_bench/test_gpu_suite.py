@@ -38,7 +38,7 @@ sys.modules.update(dict.fromkeys({ABSENT!r}))  # None: importing it raises Modul
 """
 KERNELS = (
     *("flash_decode", "paged_prefill", "rope_kv", "add_rms_norm", "silu_mul"),
-    *("gemm_few", "gemm_fixed", "group_gemm"),
+    *("gemm_few", "gemm_fixed", "group_gemm", "byte_gemm"),
 )
 
 

@@ -29,18 +29,21 @@ def gate_rounded(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_product(
-    acc, rows, columns, num_rows, bias_ptr, residual_ptr, out_ptr, parts_ptr, arrivals_ptr,
-    OUT: tl.constexpr, NUM_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of sums, float32 `[BLOCK_N, BLOCK_M]`, or if there are splits the sum of all parts of it, by
-    whichever program is last.
+def whole_sum(acc, parts_ptr, arrivals_ptr, OUT: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """The sum of a tile's parts, in whichever program is last, and how many features that one is to store: OUT. Of the
+    others, no sum and 0.
     """
-    dtype = out_ptr.dtype.element_ty
     num_stored = OUT
     if NUM_SPLITS > 1:
         acc, is_last = sum_of_parts(acc, parts_ptr, arrivals_ptr, tl.program_id(0), tl.program_id(1), NUM_SPLITS)
         num_stored = tl.where(is_last, OUT, 0)
+    return acc, num_stored
+
+
+@triton.jit
+def store_product(acc, rows, columns, num_rows, num_stored, bias_ptr, residual_ptr, out_ptr, OUT: tl.constexpr):
+    """Store a tile of sums, float32 `[BLOCK_N, BLOCK_M]`, of the first `num_stored` features."""
+    dtype = out_ptr.dtype.element_ty
     mask = (columns < num_stored)[:, None] & (rows < num_rows)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < OUT, other=0.0).to(tl.float32)[:, None]

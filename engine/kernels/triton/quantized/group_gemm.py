@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.triton.dependent_launch import LINE_BYTES, prefetch_lines, wait_for_previous
 from engine.kernels.triton.gemm_few import FewRowsWorkspace
-from engine.kernels.triton.quantized.epilogue import ROW_TILES_TOGETHER, gate_rounded, store_product, tile_of
+from engine.kernels.triton.quantized.epilogue import ROW_TILES_TOGETHER, gate_rounded, store_product, tile_of, whole_sum
 from engine.kernels.triton.quantized.group_weights import GroupWeights
 from engine.kernels.triton.tuning import QuantizedLaunch
 
@@ -129,9 +129,8 @@ def group_gemm_kernel(
                 )  # fmt: skip
     if GATED:
         acc = gate_rounded(acc, up, out_ptr.dtype.element_ty)
-    store_product(
-        acc, rows, columns, num_rows, bias_ptr, residual_ptr, out_ptr, parts_ptr, arrivals_ptr, OUT, NUM_SPLITS
-    )
+    acc, num_stored = whole_sum(acc, parts_ptr, arrivals_ptr, OUT, NUM_SPLITS)
+    store_product(acc, rows, columns, num_rows, num_stored, bias_ptr, residual_ptr, out_ptr, OUT)
 
 
 def group_gemm(

@@ -93,9 +93,9 @@ def pack_groups(matrix: StoredMatrix, device: torch.device | str) -> GroupWeight
             return _pack_integers(matrix, device)
         case Int8Matrix(codes=codes, scale=scale):
             unsigned = codes.to(device).view(torch.uint8) ^ 0x80
-            return _packed(unsigned, 8, matrix.shape[1], scale=scale.to(device)[:, None])
+            return _packed(unsigned, 8, matrix.shape[1], scale=_copied(scale, device)[:, None])
         case Fp8Matrix(codes=codes, scale=scale, block_rows=block_rows):
-            of_rows = scale.to(device).repeat_interleave(block_rows, dim=0)[: codes.shape[0]]
+            of_rows = _copied(scale, device).repeat_interleave(block_rows, dim=0)[: codes.shape[0]]
             bits = codes.view(torch.uint8).to(device)
             return _packed(bits, 8, matrix.block_columns, scale=of_rows, is_float=True)
         case _:
@@ -110,9 +110,9 @@ def _pack_integers(matrix: GroupIntMatrix, device: torch.device | str) -> GroupW
         order = torch.argsort(matrix.group_of_column, stable=True).to(device)
         codes = codes[:, order]
     middle = 1 << (matrix.bits - 1)
-    zero = None if bool((matrix.zero == middle).all()) else matrix.zero.to(device)
-    offset = None if matrix.offset is None else matrix.offset.to(device)
-    scale = matrix.scale.to(device)
+    zero = None if bool((matrix.zero == middle).all()) else _copied(matrix.zero, device)
+    offset = None if matrix.offset is None else _copied(matrix.offset, device)
+    scale = _copied(matrix.scale, device)
     return _packed(codes, matrix.bits, matrix.group_size, scale=scale, zero=zero, offset=offset, order=order)
 
 
@@ -176,6 +176,11 @@ def _has_even_groups(matrix: GroupIntMatrix) -> bool:
         return True
     counts = torch.bincount(matrix.group_of_column, minlength=matrix.scale.shape[1])
     return bool((counts[:-1] == matrix.group_size).all()) and bool(counts[-1] <= matrix.group_size)
+
+
+def _copied(values: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on every device: what is stored may view a file that is unmapped later."""
+    return values.to(device, copy=True)
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -59,8 +59,9 @@ def test_cuda_backend_multiplies_checkpoint_as_stored(
     if NUM_KEPT[name] == len(PROJECTIONS):
         assert f"but {len(PROJECTIONS)} matrices are multiplied as they are stored" in caplog.messages
         assert model.weights_bytes < 0.8 * restored.weights_bytes
-    # Both round what stands between projections to half precision; the restored ones their weights, too.
-    torch.testing.assert_close(logits(model), logits(restored), atol=3e-2, rtol=3e-2)
+    # Both round what stands between projections to half precision; the restored ones their weights, and W8A8 its rows.
+    close = 0.2 if name == "w8a8" else 3e-2
+    torch.testing.assert_close(logits(model), logits(restored), atol=close, rtol=close)
 
 
 def test_cuda_backend_in_float32_restores_weights(tmp_path: Path) -> None:
@@ -68,8 +69,9 @@ def test_cuda_backend_in_float32_restores_weights(tmp_path: Path) -> None:
     assert loaded(tmp_path, dtype="float32", quantization="stored").num_kept == 0
 
 
-def test_cuda_backend_deterministic_quantized_logits_do_not_depend_on_chunks(tmp_path: Path) -> None:
-    write_llama(tmp_path, FORMATS["w4a16"])
+@pytest.mark.parametrize("name", ["w4a16", "w8a8"])
+def test_cuda_backend_deterministic_quantized_logits_do_not_depend_on_chunks(name: str, tmp_path: Path) -> None:
+    write_llama(tmp_path, FORMATS[name])
     model = loaded(tmp_path, quantization="stored", deterministic=True)
     assert model.num_kept == len(PROJECTIONS)
     assert torch.equal(logits(model), logits(model, cuts=(3, 1, 4)))

@@ -52,6 +52,8 @@ def test_representative_kernels_compile_for_hopper(tmp_path):
         "merge_parts",
         "gemm_few",
         "group_gemm",
+        "byte_gemm",
+        "round_rows",
         "rope_kv",
         "add_rms_norm",
         "silu_mul",
@@ -102,10 +104,11 @@ def test_triton_tables_have_entry_for_every_shape(path):
                 assert launch.num_warps in (2, 4, 8)
     for wide in (False, True):
         assert table.gemm(wide=wide).block_m >= 16
-    rows = [launch.rows for launch in table.quantized("groups")]
-    assert rows == [16, 128, 0], "ever more, the last for any number"
-    [fixed] = table.quantized("groups", deterministic=True)
-    assert (fixed.rows, fixed.programs_per_sm) == (0, 0), "one order of summation for any number of rows"
+    for arithmetic in ("groups", "bytes"):
+        rows = [launch.rows for launch in table.quantized(arithmetic)]
+        assert rows == [16, 128, 0], "ever more, the last for any number"
+        [fixed] = table.quantized(arithmetic, deterministic=True)
+        assert (fixed.rows, fixed.programs_per_sm) == (0, 0), "one order of summation for any number of rows"
 
 
 def test_launch_table_is_chosen_by_longest_gpu_name(tmp_path):

@@ -32,7 +32,9 @@ KERNELS = (
     "gemv",
     "norm",
     "paged_prefill",
+    "quantized.byte_gemm",
     "quantized.group_gemm",
+    "quantized.round_rows",
     "rope_kv",
     "sampling",
 )
@@ -152,7 +154,7 @@ def _create_dot(_builder: Any, a: Any, b: Any, d: Any, _input_precision: Any, _m
         operands.append(data.astype(d.data.dtype, copy=False))
     left, right = operands
     products = np.multiply(np.moveaxis(left, -1, 0)[..., None], np.moveaxis(right, -2, 0)[..., None, :], order="C")
-    return interpreter.TensorHandle(d.data + np.add.reduce(products, axis=0), d.dtype.scalar)
+    return interpreter.TensorHandle(d.data + np.add.reduce(products, axis=0, dtype=products.dtype), d.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)
