@@ -93,8 +93,8 @@ class _DenseWeights:
 
 def _parity_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> float:
     form = ("int4", "int4-zeros", "int4-offsets", "int8", "int8-halves", "fp8")[number % 6]
-    features, depth = rng.choice([(40, 96), (64, 160)] if stage.is_small else [(70, 480), (1024, 4096), (4096, 14_336)])
-    rows = rng.choice([1, 3, 16] if stage.is_small else [1, 3, 16, 70, 300])
+    features, depth = rng.choice([(40, 64)] if stage.is_small else [(70, 480), (1024, 4096), (4096, 14_336)])
+    rows = rng.choice([1, 3] if stage.is_small else [1, 3, 16, 70, 300])
     stored = _stored(rng, form, features, depth)
     weights = pack_groups(stored, stage.place)
     x = randn(rng, rows, depth + 8, dtype=dtype, device=stage.place)[:, :depth]
@@ -102,11 +102,10 @@ def _parity_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> 
     residual = randn(rng, rows, features, dtype=dtype, device=stage.place)
     expected = reference.linear(x, stored.dequantized().to(stage.place), bias)
     found, added = torch.empty_like(expected), residual.clone()
-    for _ in range(2):  # one after another, as in a step: the second may begin while the first ends
+    for _ in range(1 if stage.is_small else 3):  # one after another, as in a step: each may begin while one ends
+        added.copy_(residual)
         _multiply(stage, x, weights, bias, found)
         _multiply(stage, x, weights, bias, added, residual=added)
-        added.copy_(residual)
-    _multiply(stage, x, weights, bias, added, residual=added)
     gated = torch.empty(rows, features // 2, dtype=dtype, device=stage.place)
     _multiply(stage, x, weights, None, gated, is_gated=True)
     unbiased = expected if bias is None else expected - bias.float()
