@@ -29,7 +29,7 @@ def byte_gemm_kernel(
     LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N features of BLOCK_M rows over one part of the depth, a multiple of BLOCK_K."""
-    SPAN: tl.constexpr = tl.cdiv(DEPTH, NUM_SPLITS * BLOCK_K) * BLOCK_K
+    SPAN: tl.constexpr = (DEPTH + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
     begin = tl.program_id(1) * SPAN
     rows, columns = tile_of(num_rows, OUT, BLOCK_M, BLOCK_N, TOGETHER)
     depth = tl.arange(0, BLOCK_K)
@@ -48,15 +48,17 @@ def byte_gemm_kernel(
     for k in tl.range(begin, tl.minimum(begin + SPAN, DEPTH), BLOCK_K):
         inside = (k + depth < DEPTH)[None, :]
         codes = tl.trans(tl.load(code_rows + k + depth[None, :], mask=is_row[:, None] & inside, other=0))
-        acc = tl.dot(tl.load(weight_rows + k + depth[None, :], mask=inside, other=0), codes, acc)
+        weight = tl.load(weight_rows + k + depth[None, :], mask=inside, other=0)
+        acc = tl.dot(weight, codes, acc, out_dtype=tl.int32)
         if GATED:
-            up = tl.dot(tl.load(weight_rows + OUT * DEPTH + k + depth[None, :], mask=inside, other=0), codes, up)
+            upper = tl.load(weight_rows + OUT * DEPTH + k + depth[None, :], mask=inside, other=0)
+            up = tl.dot(upper, codes, up, out_dtype=tl.int32)
     total, num_stored = whole_sum(acc, parts_ptr, arrivals_ptr, OUT, NUM_SPLITS)
     row_scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)[None, :]
     sums = total.to(tl.float32) * row_scale * tl.load(scale_ptr + features)[:, None]
     if GATED:
-        upper = up.to(tl.float32) * row_scale * tl.load(scale_ptr + OUT + features)[:, None]
-        sums = gate_rounded(sums, upper, out_ptr.dtype.element_ty)
+        values = up.to(tl.float32) * row_scale * tl.load(scale_ptr + OUT + features)[:, None]
+        sums = gate_rounded(sums, values, out_ptr.dtype.element_ty)
     store_product(sums, rows, columns, num_rows, num_stored, bias_ptr, residual_ptr, out_ptr, OUT)
 
 

@@ -92,15 +92,15 @@ def group_gemm_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PARTS: tl.constexpr = 16 // BITS
     SPAN: tl.constexpr = PARTS * LANES
-    SPANS: tl.constexpr = tl.cdiv(DEPTH, SPAN)
-    GROUPS: tl.constexpr = tl.cdiv(SPAN, GROUP)  # of a span
+    SPANS: tl.constexpr = (DEPTH + SPAN - 1) // SPAN  # of constants `tl.cdiv` makes none before triton 3.9
+    GROUPS: tl.constexpr = (SPAN + GROUP - 1) // GROUP  # of a span
     EACH: tl.constexpr = PARTS // GROUPS
     ROWS: tl.constexpr = OUT * 2 if GATED else OUT
     rows, columns = tile_of(num_rows, OUT, BLOCK_M, BLOCK_N, TOGETHER)
     # Of the last tile, features that do not exist read the last one's weights; only existing ones are stored.
     features, lanes = tl.minimum(columns, OUT - 1), tl.arange(0, LANES)
     word_rows = words_ptr + features.to(tl.int64)[:, None] * (SPANS * LANES)
-    PER_SPLIT: tl.constexpr = tl.cdiv(SPANS, NUM_SPLITS)
+    PER_SPLIT: tl.constexpr = (SPANS + NUM_SPLITS - 1) // NUM_SPLITS
     begin = tl.program_id(1) * PER_SPLIT
     if LINES > 0:
         lines = begin * LANES + tl.arange(0, LINES) * (LINE_BYTES // 2)
