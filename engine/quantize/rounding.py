@@ -57,8 +57,8 @@ def round_groups(weight: Tensor, group_size: int) -> GroupIntMatrix:
     `group_size` divides the columns. Raises ConfigError as `best_scales`.
     """
     rows, columns = weight.shape
-    codes = torch.empty(rows, columns, dtype=torch.int8)
-    scale = torch.empty(rows, columns // group_size, dtype=torch.float16)
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(rows, columns // group_size, dtype=torch.float16, device=weight.device)
     for begin, end in _row_blocks(rows, columns):
         groups = weight[begin:end].float().reshape(-1, group_size)
         found = best_scales(groups)
@@ -75,7 +75,7 @@ def group_matrix(codes: Tensor, scale: Tensor) -> GroupIntMatrix:
         num_columns=columns,
         codes=pack_nibbles((codes + _ZERO).to(torch.uint8)),
         scale=scale,
-        zero=torch.full(scale.shape, _ZERO, dtype=torch.int16),
+        zero=torch.full(scale.shape, _ZERO, dtype=torch.int16, device=scale.device),
         group_size=columns // scale.shape[1],
     )
 
@@ -87,8 +87,8 @@ def round_rows(weight: Tensor) -> Int8Matrix:
     not finite.
     """
     rows, columns = weight.shape
-    codes = torch.empty(rows, columns, dtype=torch.int8)
-    scale = torch.empty(rows)
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(rows, device=weight.device)
     for begin, end in _row_blocks(rows, columns):
         values = weight[begin:end].float()
         largest = values.abs().amax(dim=1)

@@ -110,11 +110,12 @@ class EngineSection(PinnedShares):
     kernels: Literal["auto", "torch"] = "auto"
     """`auto`: compiled kernels (C++ on a CPU, Triton on CUDA) where available, with a log line where not."""
     quantization: Quantization = "auto"
-    """How matrices are held and multiplied. `stored`: as a quantized checkpoint has them, where a CPU has kernels for
-    it and `model.dtype` is bfloat16 (docs/use/models.md), else restored; `none`: restored; `auto`: `stored` but where
-    there is AMX, whose tiles compute prompts faster from restored weights. On CPUs in bfloat16, of float or restored
-    weights: `int8`: weights in eight bits by output column, inputs by row; `int4`: the layers' weights in four bits by
-    groups of 32, inputs in eight bits by the same groups, the head as with `int8`.
+    """How matrices are held and multiplied. `stored`: as a quantized checkpoint has them, where there are kernels for
+    it, on CPUs in bfloat16, on GPUs in bfloat16 and float16 (docs/use/models.md), else restored; `none`: restored;
+    `auto`: `stored` but where there is AMX, whose tiles compute prompts faster from restored weights. Of float or
+    restored weights, on CPUs in bfloat16: `int8`: weights in eight bits by output column, inputs by row; `int4`: the
+    layers' weights in four bits by groups of 32, inputs in eight bits by the same groups, the head as with `int8`. On
+    GPUs, in bfloat16 and float16: the same weights; inputs as they are, of those in eight bits also by row.
     See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.

@@ -29,6 +29,8 @@ PARTS = (
     _part("parity.silu_mul", "kernels.row_parity.silu_mul_parity", 10),
     _part("parity.gemm_fixed", "kernels.row_parity.gemm_fixed_parity", 14),
     _part("parity.gemm_few", "kernels.row_parity.gemm_few_parity", 22),
+    _part("parity.group_gemm", "kernels.quantized_products.group_gemm_parity", 22),
+    _part("parity.byte_gemm", "kernels.quantized_products.byte_gemm_parity", 14),
     _part("parity.sampling", "kernels.row_parity.sampling_parity", 14),
     _part("parity.engine", "engine_parity.engine_parity", 66),
     _part("speed.decode", "model_speed.decode", 40),
@@ -38,6 +40,7 @@ PARTS = (
     _part("speed.flash_decode", "kernels.speed.flash_decode_speed", 18),
     _part("speed.paged_prefill", "kernels.speed.paged_prefill_speed", 12),
     _part("speed.rows", "kernels.speed.row_kernels_speed", 12),
+    _part("speed.quantized", "kernels.quantized_products.group_gemm_speed", 16),
     _part("memory.quantised_kv", "kernels.quantised_kv.sequences_held", 10),
     _part("hand-off", "hand_off.hand_off", 30),
 )

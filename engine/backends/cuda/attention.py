@@ -37,6 +37,13 @@ _MAX_IDLE_PROGRAMS = 1 << 14
 some five microseconds."""
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, by which work is divided; some on a CPU, for the interpreter."""
+    if device.type != "cuda":
+        return _CPU_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class DeviceStep(NamedTuple):
     """One step's metadata on the device."""
 
@@ -155,9 +162,7 @@ class CudaAttention:
         self._decode_launches = table.decode(shape, deterministic=deterministic)
         self.layers = tuple(_pages(spec, cache, i) for i in range(config.num_layers))
         self._num_tokens = cache.num_blocks * cache.layout.block_size
-        self._num_sms = _CPU_SMS
-        if self.device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._num_sms = num_multiprocessors(self.device)
 
     def plan(self, inputs: StepInputs) -> "CudaAttentionPlan":
         layout = StepLayout.of(inputs)

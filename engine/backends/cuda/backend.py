@@ -1,31 +1,28 @@
-"""Triton kernels on a GPU: fused elementwise passes, paged attention, sampling; products by the vendor's library.
+"""Triton kernels on a GPU: fused elementwise passes, paged attention, sampling, products of few rows and of quantized
+weights; other products by the vendor's library.
 
 In deterministic mode products are computed by `engine.kernels.triton.gemm_fixed` and attention in fixed runs of keys,
 so that a token's result does not depend on batch, chunks or step. Results are tensors of torch's caching
 allocator: in the steady state nothing is allocated on the device.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from engine.backends.cuda.attention import CudaAttention
+from engine.backends.cuda.attention import CudaAttention, num_multiprocessors
+from engine.backends.cuda.products import DenseProducts, Product, SplitWorkspace
+from engine.backends.cuda.projections import CudaClosing, CudaGated, CudaProjection
+from engine.backends.cuda.quantized import QuantizedProducts
 from engine.backends.options import BackendOptions
-from engine.kernels.triton.activation import silu_mul
-from engine.kernels.triton.gemm_few import MAX_ROWS, FewRowsWorkspace, gemm_few
-from engine.kernels.triton.gemm_fixed import gemm_fixed
-from engine.kernels.triton.gemv import gemv
 from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.sampling import TritonSampling, compile_for
-from engine.kernels.triton.tuning import FewRowsLaunch, LaunchTable, OneRowLaunch, load_table
+from engine.kernels.triton.tuning import load_table
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.backend import Projection, ProjectionRole, RecordableModel, StepGraphs
-from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, as_tensor
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
-from engine.model.layers.linear import TokenEmbedding, gate_values
+from engine.model.layers.linear import TokenEmbedding
 from engine.model.layers.norm import LayerNorm, PassThrough, TorchRowNorm
 from engine.model.spec import Activation, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
@@ -33,149 +30,9 @@ from tandem.errors import ConfigError
 
 _FIRST_WITH_PDL = (9, 0)
 """Least compute capability with programmatic dependent launch: Hopper."""
+_ROUNDED_BITS = {"int8": 8, "int4": 4}
 _MAX_GRAPH_ROWS = 256
 """Largest batch to record: a larger step computes long enough to hide its launches."""
-
-
-class _Launches(NamedTuple):
-    """Launches of our kernels for one matrix; None where the library serves that many rows."""
-
-    one_row: OneRowLaunch | None
-    few_rows: FewRowsLaunch | None
-
-    def serve(self, num_rows: int) -> bool:
-        """Whether a kernel of ours multiplies so many rows."""
-        return (num_rows <= MAX_ROWS and self.few_rows is not None) or (num_rows == 1 and self.one_row is not None)
-
-
-class _Products:
-    """How a backend multiplies: in one fixed order, or few rows by kernels of ours and many by the vendor's library."""
-
-    def __init__(self, table: LaunchTable, *, dtype: torch.dtype, deterministic: bool, pdl: bool) -> None:
-        self.fixed = table.gemm(wide=dtype is torch.float32) if deterministic else None
-        self._pdl = pdl
-        self._table = None if deterministic or dtype is torch.float32 else table
-        # Of the largest product with splits: complete when all projections are made.
-        self._workspace: FewRowsWorkspace | None = None
-
-    def launches(self, weight: Tensor, *, is_gated: bool = False) -> _Launches:
-        """Find the launches for a matrix, and keep memory for its parts."""
-        if self._table is None:
-            return _Launches(None, None)
-        features, depth = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
-        few_rows = self._table.few_rows(features, depth, gated=is_gated)
-        if few_rows is not None and few_rows.num_splits > 1:
-            self._reserve(few_rows, -(-features // few_rows.block_n), weight.device)
-        return _Launches(self._table.one_row(features, depth, gated=is_gated), few_rows)
-
-    def multiply_few(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        launches: _Launches,
-        *,
-        residual: Tensor | None = None,
-        is_gated: bool = False,
-    ) -> None:
-        """Fill `out` as `gemm_few` does, for rows that `launches` serve."""
-        if len(x) == 1 and launches.one_row is not None:
-            gemv(x, weight, bias, out, launches.one_row, residual=residual, is_gated=is_gated, pdl=self._pdl)
-        elif launches.few_rows is not None:
-            gemm_few(
-                x,
-                weight,
-                bias,
-                out,
-                launches.few_rows,
-                residual=residual,
-                workspace=self._workspace,
-                is_gated=is_gated,
-                pdl=self._pdl,
-            )
-
-    def _reserve(self, launch: FewRowsLaunch, num_tiles: int, device: torch.device) -> None:
-        num_values = num_tiles * launch.num_splits * launch.block_n * MAX_ROWS
-        if (present := self._workspace) is not None:
-            num_values = max(num_values, present.parts.numel())
-            num_tiles = max(num_tiles, present.arrivals.numel())
-        self._workspace = FewRowsWorkspace.allocate(num_values, num_tiles, device)
-
-
-class CudaProjection:
-    """A matrix of weights."""
-
-    __slots__ = ("_launches", "_out_dtype", "_products", "bias", "weight")
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        products: _Products,
-        out_dtype: torch.dtype | None = None,
-        *,
-        is_gated: bool = False,
-    ) -> None:
-        """`out_dtype`: None for the weights' own."""
-        self.weight = weight  # [out_features, in_features]
-        self.bias = bias  # [out_features]
-        self._products = products
-        self._launches = products.launches(weight, is_gated=is_gated)
-        self._out_dtype = out_dtype or weight.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of weight and bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self._launches.serve(len(x)):
-            return self._of_any(x)
-        out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=self._out_dtype)
-        self._products.multiply_few(x, self.weight, self.bias, out, self._launches)
-        return out
-
-    def _of_any(self, x: Tensor) -> Tensor:
-        """Multiply any number of rows."""
-        if self._products.fixed is None:
-            return F.linear(x, self.weight, self.bias).to(self._out_dtype)
-        out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=self._out_dtype)
-        gemm_fixed(x, self.weight, self.bias, out, self._products.fixed)
-        return out
-
-
-class CudaClosing(CudaProjection):
-    """A projection that adds few rows to the residual stream itself, and leaves many to the norm that follows."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:  # type: ignore[override]
-        if not self._launches.serve(len(x)):
-            return self._of_any(x)
-        self._products.multiply_few(x, self.weight, self.bias, residual, self._launches, residual=residual)
-        return None
-
-
-class CudaGated(CudaProjection):
-    """A stacked projection followed by a gate: SwiGLU's in our kernels, others by torch."""
-
-    __slots__ = ("_activation",)
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, products: _Products, activation: Activation) -> None:
-        super().__init__(weight, bias, products, is_gated=activation is Activation.SILU)
-        self._activation = activation
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._activation is not Activation.SILU:
-            return gate_values(super().__call__(x), self._activation)
-        out = x.new_empty(x.shape[0], self.weight.shape[0] // 2)
-        # Our kernels gate without a bias.
-        if self.bias is None and self._launches.serve(len(x)):
-            self._products.multiply_few(x, self.weight, None, out, self._launches, is_gated=True)
-        else:
-            silu_mul(self._of_any(x), out)
-        return out
 
 
 class CudaNorm:
@@ -204,15 +61,15 @@ class CudaBackend:
     """Implements engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
 
     packs_matrices = False
-    keeps_stored = False
 
     def __init__(self, options: BackendOptions) -> None:
-        """Raises ConfigError for a quantization."""
-        if options.quantization not in ("none", "auto", "stored"):
-            raise ConfigError(f"engine.quantization {options.quantization!r:.40} is for the CPU kernels")
+        """Raises ConfigError for a quantization that is unknown, or that `options.dtype` cannot have."""
         self.name = "triton-deterministic" if options.deterministic else "triton"
         self.device = options.device
         self.dtype = TORCH_DTYPES[options.dtype]
+        self._bits = self._rounded_bits(options)
+        if self._bits is not None:
+            self.name += f"-{options.quantization}"
         is_gpu = options.device.type == "cuda"
         self._table = load_table(torch.cuda.get_device_name(options.device) if is_gpu else "")
         self._pdl = is_gpu and torch.cuda.get_device_capability(options.device) >= _FIRST_WITH_PDL
@@ -220,22 +77,38 @@ class CudaBackend:
         self._deterministic = options.deterministic
         self._attention: CudaAttention | None = None
         self._block_size = 0
-        self._products = _Products(self._table, dtype=self.dtype, deterministic=options.deterministic, pdl=self._pdl)
+        # In "auto" too: fewer bytes are read for each token, and more sequences fit beside them.
+        self.keeps_stored = options.quantization != "none" and self.dtype is not torch.float32
+        workspace = SplitWorkspace()
+        self._dense = DenseProducts(
+            self._table, workspace, dtype=self.dtype, deterministic=options.deterministic, pdl=self._pdl
+        )
+        self._quantized = QuantizedProducts(
+            self._table,
+            workspace,
+            device=options.device,
+            num_sms=num_multiprocessors(options.device),
+            deterministic=options.deterministic,
+            pdl=self._pdl,
+        )
 
     def keeps(self, matrix: StoredMatrix) -> bool:
-        return False
+        return self.keeps_stored and self._quantized.keeps(matrix)
 
     def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
-        return CudaProjection(as_tensor(weight), bias, self._products)
+        return CudaProjection(self._product(weight, bits=self._bits), bias, self.dtype)
 
     def closing(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> CudaClosing:
-        return CudaClosing(as_tensor(weight), bias, self._products)
+        return CudaClosing(self._product(weight, bits=self._bits), bias, self.dtype)
 
     def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> CudaGated:
-        return CudaGated(as_tensor(weight), bias, self._products, activation)
+        product = self._product(weight, bits=self._bits, is_gated=activation is Activation.SILU)
+        return CudaGated(product, bias, self.dtype, activation)
 
     def head(self, weight: Tensor) -> CudaProjection:
-        return CudaProjection(weight, None, self._products, torch.float32)
+        # It decides between tokens, and no later layer averages its error out: never fewer than eight bits.
+        bits = None if self._bits is None else 8
+        return CudaProjection(self._product(weight, bits=bits), None, torch.float32)
 
     def soft_capped(self, head: Projection, cap: float) -> SoftCappedHead:
         return SoftCappedHead(head, cap)
@@ -244,7 +117,8 @@ class CudaBackend:
         return TokenEmbedding(weight)
 
     def tied(self, weight: Tensor) -> tuple[TokenEmbedding, CudaProjection]:
-        return TokenEmbedding(weight, is_shared=True), self.head(weight)
+        # A quantized head is a matrix of its own, beside a table that few rows of are read.
+        return TokenEmbedding(weight, is_shared=self._bits is None), self.head(weight)
 
     def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> CudaNorm | LayerNorm:
         if spec.kind is not NormKind.RMS:
@@ -294,3 +168,24 @@ class CudaBackend:
         if self.device.type == "cuda":
             compile_for(vocab_size, self.device)
         return TritonSampling()
+
+    def _product(self, weight: Weight, *, bits: int | None, is_gated: bool = False) -> Product:
+        """`bits`: of a float matrix that is to be quantized now."""
+        if isinstance(weight, StoredMatrix):
+            return self._quantized.product(weight)
+        if bits is not None:
+            return self._quantized.rounded(weight, bits=bits)
+        return self._dense.product(weight, is_gated=is_gated)
+
+    def _rounded_bits(self, options: BackendOptions) -> int | None:
+        """Bits that float weights are quantized to at load; None: not at all."""
+        if options.quantization in ("none", "auto", "stored"):
+            return None
+        if options.quantization not in _ROUNDED_BITS:
+            raise ConfigError(f"engine.quantization {options.quantization!r:.40} is unknown to the GPU kernels")
+        if self.dtype is torch.float32:
+            raise ConfigError(
+                f"engine.quantization is {options.quantization}, whose weights multiply 16-bit rows on a GPU: "
+                "set model.dtype to bfloat16 or float16"
+            )
+        return _ROUNDED_BITS[options.quantization]

@@ -16,9 +16,13 @@ from engine.kernels.triton.gemv import gemv_kernel
 from engine.kernels.triton.norm import add_rms_norm_kernel
 from engine.kernels.triton.paged_prefill import paged_prefill_kernel
 from engine.kernels.triton.pages import power_of_two
+from engine.kernels.triton.quantized.byte_gemm import byte_gemm_kernel
+from engine.kernels.triton.quantized.epilogue import ROW_TILES_TOGETHER
+from engine.kernels.triton.quantized.group_gemm import group_gemm_kernel
+from engine.kernels.triton.quantized.round_rows import round_rows_kernel
 from engine.kernels.triton.rope_kv import rope_kv_kernel
 from engine.kernels.triton.sampling import edit_kernel, select_kernel, survey_kernel
-from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable
+from engine.kernels.triton.tuning import AttentionShape, DecodeLaunch, LaunchTable, QuantizedLaunch
 from tandem.values.kv_layout import KVLayout
 
 _FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
@@ -100,6 +104,8 @@ def all_cases(table: LaunchTable) -> Iterator[AotCase]:
         yield from _elementwise(dtype, table)
         if dtype != "fp32":
             yield from _few_rows(dtype, table)
+            yield from _grouped(dtype, table)
+            yield from _bytes(dtype, table)
         for cache in ("same", *_EIGHT_BIT):
             for head_dim in (64, 80, 128, 256):
                 yield _rope(dtype, cache, head_dim)
@@ -272,6 +278,8 @@ def _elementwise(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
 
 _MATRICES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (14_336, 4096), "down": (4096, 14_336)}
 """Output features and depth of an 8B model's products."""
+_NUM_SMS = 132
+"""Multiprocessors of an H100 and of an H200, by which depths are split."""
 
 
 def _few_rows(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
@@ -307,6 +315,128 @@ def _few_rows(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
             num_stages=few.num_stages,
             representative=dtype == "bf16",
         )
+
+
+class _Codes(NamedTuple):
+    """A stored form of weights by groups of columns."""
+
+    bits: int
+    group: int
+    lanes: int = 32
+    zeros: str = ""
+    offsets: str = ""
+    is_float: bool = False
+
+
+_GROUPED = {
+    "int4-g128": _Codes(4, 128),
+    "int4-g128-zeros": _Codes(4, 128, zeros="*i8"),
+    "int4-g32": _Codes(4, 32),
+    "int4-g32-offsets": _Codes(4, 32, offsets="*fp32"),
+    "int4-row": _Codes(4, 0),
+    "int8-g128": _Codes(8, 128),
+    "int8-g16": _Codes(8, 16, lanes=16),
+    "int8-row": _Codes(8, 0),
+    "fp8-g128": _Codes(8, 128, is_float=True),
+}
+
+
+class _Tiles(NamedTuple):
+    """A launch of a product of quantized weights, and a matrix that it multiplies by."""
+
+    matrix: str
+    launch: QuantizedLaunch
+    name: str
+
+    @property
+    def is_gated(self) -> bool:
+        return self.matrix == "gate_up"
+
+    def arguments(self, arithmetic: str, dtype: str, step: int) -> tuple[dict[str, str], dict[str, Any]]:
+        """Types and constants that all such kernels have; `step`: depth that they multiply at a time."""
+        features, depth = _MATRICES[self.matrix]
+        launch = self.launch
+        splits = 1 if self.is_gated else launch.num_splits(features, -(-depth // step), _NUM_SMS)
+        types = {"out_ptr": f"*{dtype}", "num_rows": "i32"}
+        types |= {} if self.is_gated else {"residual_ptr": f"*{dtype}"}
+        if splits > 1:
+            types |= {"parts_ptr": "*i32" if arithmetic == "bytes" else "*fp32", "arrivals_ptr": "*i32"}
+        constants: dict[str, Any] = {"OUT": features, "DEPTH": depth, "GATED": self.is_gated, "NUM_SPLITS": splits}
+        constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "TOGETHER": ROW_TILES_TOGETHER}
+        return types, constants | {"LINES": launch.prefetch_lines, "PDL": True}
+
+
+def _tiles(arithmetic: str, table: LaunchTable) -> Iterator[_Tiles]:
+    """Every launch with the deepest matrix, and gates, which are for few rows."""
+    launches = table.quantized(arithmetic)
+    yield _Tiles("gate_up", launches[0], "gated")
+    for launch in launches:
+        yield _Tiles("down", launch, f"m{launch.block_m}")
+    for launch in table.quantized(arithmetic, deterministic=True):
+        yield _Tiles("down", launch, "fixed")
+
+
+def _grouped(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
+    for codes, form in _GROUPED.items():
+        for tiles in _tiles("groups", table):
+            types, constants = tiles.arguments("groups", dtype, 16 // form.bits * form.lanes)
+            types |= {"x_ptr": f"*{dtype}", "x_stride": "i32", "words_ptr": "*i16"}
+            types |= {"scale_ptr": "*fp32" if form.is_float else "*fp16"}
+            types |= {"zero_ptr": form.zeros} if form.zeros else {}
+            types |= {"offset_ptr": form.offsets} if form.offsets else {}
+            constants |= {"GROUP": form.group or constants["DEPTH"], "BITS": form.bits, "LANES": form.lanes}
+            yield _quantized_case(
+                f"group_gemm {dtype}-{codes}-{tiles.name}",
+                group_gemm_kernel,
+                types,
+                constants | {"IS_FLOAT": form.is_float},
+                tiles.launch,
+                is_main=dtype == "bf16" and codes == "int4-g128-zeros" and tiles.name != "m64",
+            )
+
+
+def _bytes(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
+    for tiles in _tiles("bytes", table):
+        types, constants = tiles.arguments("bytes", dtype, tiles.launch.block_k)
+        types |= {"codes_ptr": "*i8", "row_scale_ptr": "*fp32", "weight_ptr": "*i8", "scale_ptr": "*fp32"}
+        yield _quantized_case(
+            f"byte_gemm {dtype}-{tiles.name}",
+            byte_gemm_kernel,
+            types,
+            constants | {"BLOCK_K": tiles.launch.block_k},
+            tiles.launch,
+            is_main=dtype == "bf16" and tiles.name in ("m16", "m128"),
+        )
+    for depth in (4096, 14_336):
+        yield AotCase(
+            name=f"round_rows {dtype}-{depth}",
+            kernel=round_rows_kernel,
+            types={"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scale_ptr": "*fp32", "x_stride": "i32"},
+            constants={"DEPTH": depth, "BLOCK": 4096, "PDL": True},
+            num_warps=8,
+            representative=dtype == "bf16" and depth == 4096,
+        )
+
+
+def _quantized_case(
+    name: str,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    launch: QuantizedLaunch,
+    *,
+    is_main: bool,
+) -> AotCase:
+    """A case whose other arguments are None."""
+    return AotCase(
+        name=name,
+        kernel=kernel,
+        types=types,
+        constants=constants | dict.fromkeys(set(kernel.arg_names) - types.keys() - constants.keys()),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        representative=is_main,
+    )
 
 
 def _sampling() -> Iterator[AotCase]:

@@ -38,7 +38,7 @@ class FewRowsWorkspace:
 
 
 @triton.jit
-def _sum_of_parts(acc, parts_ptr, arrivals_ptr, tile, split, NUM_SPLITS: tl.constexpr):
+def sum_of_parts(acc, parts_ptr, arrivals_ptr, tile, split, NUM_SPLITS: tl.constexpr):
     """Leave this program's part; the last one returns the sum of all, others what must not be used."""
     BLOCK_N: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
@@ -50,7 +50,7 @@ def _sum_of_parts(acc, parts_ptr, arrivals_ptr, tile, split, NUM_SPLITS: tl.cons
     is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
     if is_last:
         tl.debug_barrier()
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], acc.dtype)
         for part in tl.static_range(NUM_SPLITS):
             acc += tl.load(first + part * size + place, cache_modifier=".cg")
         tl.store(arrivals_ptr + tile, 0)
@@ -93,7 +93,7 @@ def gemm_few_kernel(
         acc = gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
     num_stored = OUT
     if NUM_SPLITS > 1:
-        acc, is_last = _sum_of_parts(acc, parts_ptr, arrivals_ptr, tile, split, NUM_SPLITS)
+        acc, is_last = sum_of_parts(acc, parts_ptr, arrivals_ptr, tile, split, NUM_SPLITS)
         num_stored = tl.where(is_last, OUT, 0)
     mask = (columns < num_stored)[:, None] & is_row[None, :]
     if bias_ptr is not None:

@@ -144,6 +144,18 @@ def silu_mul(stacked: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(stacked.dtype)
 
 
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in units of their largest magnitude over 127, ties to even: int8 codes, and float32 scales `[num_rows]`.
+
+    A row below 1e-30 is zeros.
+    """
+    values = x.float()
+    largest = values.abs().amax(dim=1)
+    most = torch.full_like(largest, 127.0)  # a tensor: torch multiplies by the reciprocal of a number
+    factor = torch.where(largest > SMALLEST_PEAK, most / largest.clamp_min(SMALLEST_PEAK), 0.0)
+    return (values * factor[:, None]).round().clamp(-127.0, 127.0).to(torch.int8), largest / most
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The linear layer, summed in float32."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -5,7 +5,7 @@ Every attention entry of the GPU's present table is tried with neighbouring tile
 of 32 and 64. What cannot fit by its numbers alone is left out, the others are compiled by all processors at once, and
 what then does not compile or fit is skipped. A candidate's time is the median of repeated launches, warm, by
 `triton.testing.do_bench`. Entries of float32, which nobody serves in, are copied; so are those of the deterministic
-mode and of the product, whose tiles affect results, which tables must not change.
+mode and of products, whose tiles affect results, which tables must not change.
 """
 
 import argparse
@@ -220,7 +220,7 @@ def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], 
             for launch, taken_ms in found:
                 sys.stderr.write(f"{kernel} {shape}: {taken_ms:.4f} ms with {launch}\n")
                 made[kernel].append({**asdict(shape), **asdict(launch), "timed": True})
-    return made | {name: raw[name] for name in ("fixed", "gemm", "few_rows", "one_row") if name in raw}
+    return made | {name: raw[name] for name in ("fixed", "gemm", "few_rows", "one_row", "quantized") if name in raw}
 
 
 def _tuned_shapes(entries: Sequence[dict[str, Any]]) -> list[AttentionShape]:

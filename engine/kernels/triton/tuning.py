@@ -10,7 +10,9 @@ A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...],
 fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
 (float32 queries). Of "decode", entries of one shape follow each other, each for more sequences than the one before. In
 "few_rows" and "one_row", which a table may lack, it holds `gated` and the sizes of a matrix: at least `least_features`
-and at most `features` of output, at most `depth`. The first entry that fits is used, so their order matters.
+and at most `features` of output, at most `depth`. The first entry that fits is used, so their order matters. In
+"quantized" it holds the `arithmetic`, whether it is `fixed`, for deterministic mode, and at most how many `rows` it is
+for, ever more.
 """
 
 import json
@@ -23,6 +25,8 @@ from tandem.errors import ConfigError
 
 TABLES = Path(__file__).parent / "tables"
 DEFAULT_TABLE = "default"
+_MOST_SPLITS, _LEAST_STEPS = 8, 4
+"""Of a product's depth: most parts, and fewest steps for which one is worthwhile."""
 FIXED_KEYS = 512
 """Keys per run in deterministic mode: a multiple of every table's `block_n`."""
 
@@ -95,6 +99,35 @@ class OneRowLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLaunch:
+    """Launch of a product of quantized weights."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    block_k: int = 0
+    """Depth of a step, where the packing of the weights does not decide it."""
+    rows: int = 0
+    """Most rows that it is for; 0: any number."""
+    programs_per_sm: int = 0
+    """Programs for each multiprocessor up to which the depth is split; 0: never."""
+    prefetch_lines: int = 0
+    """Lines of memory of each feature's weights to fetch before waiting for the kernel before; a power of two."""
+
+    def num_splits(self, features: int, num_steps: int, num_sms: int) -> int:
+        """Parts of a depth of `num_steps` steps, a power of two; one where rows may need several tiles."""
+        tiles, splits = -(-features // self.block_n), 1
+        if not 0 < self.rows <= self.block_m:
+            return splits
+        while splits < _MOST_SPLITS and tiles * splits < self.programs_per_sm * num_sms:
+            if num_steps < 2 * splits * _LEAST_STEPS:
+                break
+            splits *= 2
+        return splits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Properties on which a launch of attention depends."""
 
@@ -106,7 +139,7 @@ class AttentionShape:
 
 
 _Product = TypeVar("_Product", FewRowsLaunch, OneRowLaunch)
-_Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch, FewRowsLaunch, OneRowLaunch)
+_Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch, FewRowsLaunch, OneRowLaunch, QuantizedLaunch)
 
 
 class LaunchTable:
@@ -163,6 +196,23 @@ class LaunchTable:
     def one_row(self, features: int, depth: int, *, gated: bool = False) -> OneRowLaunch | None:
         """The same of the product for one row."""
         return next(self._products(OneRowLaunch, "one_row", features, depth, gated=gated), None)
+
+    def quantized(self, arithmetic: str, *, deterministic: bool = False) -> tuple[QuantizedLaunch, ...]:
+        """Launches of products of quantized weights, for ever more rows, the last for any number.
+
+        `arithmetic`: "groups" (`group_gemm`) or "bytes" (`byte_gemm`). In deterministic mode one. Raises ConfigError
+        when the table, which may be older, has none.
+        """
+        found = [
+            _launch(QuantizedLaunch, entry)
+            for entry in self._entries("quantized")
+            if entry.get("arithmetic") == arithmetic and bool(entry.get("fixed")) == deterministic
+        ]
+        if not found or found[-1].rows:
+            raise ConfigError(
+                f"the launch table of {self.gpu!r:.60} has no quantized entry for {arithmetic} of any rows"
+            )
+        return tuple(found)
 
     def _products(
         self, kind: type[_Product], name: str, features: int, depth: int, *, gated: bool

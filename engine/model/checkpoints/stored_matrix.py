@@ -245,7 +245,7 @@ class GroupIntMatrix(StoredMatrix):
     def _joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
         parts = _same(self, others)
         if any(part.group_of_column is not None for part in parts):
-            return None
+            return self._joined_in_order(parts)
         if any(part.bits != self.bits for part in parts):
             widened = [part._widened() for part in parts]
             parts = [part for part in widened if part is not None]
@@ -263,6 +263,21 @@ class GroupIntMatrix(StoredMatrix):
             if has_offset
             else None,
             group_size=size,
+        )
+
+    def _joined_in_order(self, parts: Sequence["GroupIntMatrix"]) -> "GroupIntMatrix | None":
+        """Parts whose columns are in the same groups, as of matrices that were quantized for the same inputs."""
+        order = self.group_of_column
+        for part in parts:
+            other = part.group_of_column
+            if order is None or other is None or not torch.equal(order, other):
+                return None
+            if part.bits != self.bits or part.scale.shape[1] != self.scale.shape[1] or part.offset is not None:
+                return None
+        return self._with(
+            codes=torch.cat([part.codes for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+            zero=torch.cat([part.zero for part in parts]),
         )
 
     def _widened(self) -> "GroupIntMatrix | None":

@@ -36,7 +36,10 @@ HIDE = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT!r}))  # None: importing it raises ModuleNotFoundError
 """
-KERNELS = ("flash_decode", "paged_prefill", "rope_kv", "add_rms_norm", "silu_mul", "gemm_few", "gemm_fixed")
+KERNELS = (
+    *("flash_decode", "paged_prefill", "rope_kv", "add_rms_norm", "silu_mul"),
+    *("gemm_few", "gemm_fixed", "group_gemm", "byte_gemm"),
+)
 
 
 def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:

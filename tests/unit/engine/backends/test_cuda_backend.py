@@ -318,4 +318,4 @@ def test_cuda_products_of_few_rows_equal_library(rows, with_one_row, monkeypatch
 
 def test_cuda_backend_unknown_quantization_is_refused():
     with pytest.raises(ConfigError, match="quantization"):
-        backend(quantization="int8")
+        backend(quantization="int3")

@@ -51,6 +51,9 @@ def test_representative_kernels_compile_for_hopper(tmp_path):
         "flash_decode",
         "merge_parts",
         "gemm_few",
+        "group_gemm",
+        "byte_gemm",
+        "round_rows",
         "rope_kv",
         "add_rms_norm",
         "silu_mul",
@@ -101,6 +104,11 @@ def test_triton_tables_have_entry_for_every_shape(path):
                 assert launch.num_warps in (2, 4, 8)
     for wide in (False, True):
         assert table.gemm(wide=wide).block_m >= 16
+    for arithmetic in ("groups", "bytes"):
+        rows = [launch.rows for launch in table.quantized(arithmetic)]
+        assert rows == [16, 128, 0], "ever more, the last for any number"
+        [fixed] = table.quantized(arithmetic, deterministic=True)
+        assert (fixed.rows, fixed.programs_per_sm) == (0, 0), "one order of summation for any number of rows"
 
 
 def test_launch_table_is_chosen_by_longest_gpu_name(tmp_path):
@@ -126,6 +134,11 @@ def test_launch_table_missing_or_malformed_is_refused(tmp_path):
         table.prefill(AttentionShape(head_dim=65))
     with pytest.raises(ConfigError, match="no list 'gemm'"):
         table.gemm(wide=False)
+    (tmp_path / "broken.json").write_text('{"gpu": "default", "quantized": [{"arithmetic": "groups", "rows": 16}]}')
+    with pytest.raises(ConfigError, match="entry"):
+        load_table("x", tmp_path).quantized("groups")
+    with pytest.raises(ConfigError, match="no quantized entry for bytes of any rows"):
+        load_table("x", tmp_path).quantized("bytes")
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,7 @@ def test_tuned_table_serves_every_shape():
     table = LaunchTable(json.loads(json.dumps(made)))
     assert table.prefill(SHAPES[0]) == PrefillLaunch(block_m=64, block_n=32, num_warps=4, num_stages=4, timed=True)
     assert table.few_rows(6144, 4096) == shipped.few_rows(6144, 4096)
+    assert table.quantized("groups") == shipped.quantized("groups")
     assert table.decode(SHAPES[0]) == (DecodeLaunch(block_n=32, num_warps=2, num_stages=5, min_keys=128),)
     shape = AttentionShape(head_dim=128)
     assert [launch.programs_per_sm for launch in table.decode(shape)] == [1, 2, 2], "as many as the shipped table has"

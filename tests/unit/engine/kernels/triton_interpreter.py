@@ -1,8 +1,10 @@
 """Triton's interpreter for tests: import this module before any kernel, and run each test under `interpreted`.
 
 Triton decides when a function is decorated whether it will be interpreted, and looks at the setting again when it runs,
-so it is on while the kernels are imported here and while each test runs, and off otherwise. bfloat16 must not be used:
-the interpreter computes its products wrongly and says nothing.
+so it is on while the kernels are imported here and while each test runs, and off otherwise.
+
+bfloat16 is computed here: the interpreter keeps it as 16-bit integers, adds, multiplies and fills these, and cuts
+numbers that it converts to it instead of rounding them.
 
 Matrix products are summed here as tensor cores sum them: in an order that does not depend on where a row stands. The
 interpreter leaves them to BLAS, whose order depends on that on some processors (AMD Zen 5), which would fake or hide
@@ -30,6 +32,9 @@ KERNELS = (
     "gemv",
     "norm",
     "paged_prefill",
+    "quantized.byte_gemm",
+    "quantized.group_gemm",
+    "quantized.round_rows",
     "rope_kv",
     "sampling",
 )
@@ -42,7 +47,41 @@ def interpreting() -> Iterator[None]:
         from triton.runtime import interpreter  # only now: see above
 
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _create_dot)
+        _compute_bfloat16(patch)
         yield
+
+
+def _compute_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """Operations of two numbers in float32, rounded, and conversions to the nearest, ties to even."""
+    from triton.runtime import interpreter
+
+    bfloat16, float32 = interpreter.tl.bfloat16, interpreter.tl.float32
+    convert, operate = interpreter._convert_float, interpreter.InterpreterBuilder.binary_op
+    from_type = interpreter.InterpreterBuilder.cast_impl
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != float32 or target != bfloat16:
+            return convert(data, source, target, rounding)
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+    def binary_op(builder: Any, left: Any, right: Any, operation: Any) -> Any:
+        if left.dtype.scalar != bfloat16:
+            return operate(builder, left, right, operation)
+        wide = [convert(operand.data, bfloat16, float32, None).view(np.float32) for operand in (left, right)]
+        result = operation(*wide)
+        if result.dtype == np.bool_:
+            return interpreter.TensorHandle(result, interpreter.tl.int1)
+        return interpreter.TensorHandle(convert_float(result, float32, bfloat16, None), bfloat16)
+
+    def cast(builder: Any, source: Any, target: Any) -> Any:
+        if target.scalar == bfloat16 and source.dtype.scalar.is_int():
+            source = from_type(builder, source, float32)
+        return from_type(builder, source, target)
+
+    patch.setattr(interpreter, "_convert_float", convert_float)
+    patch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+    patch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op)
 
 
 @contextmanager
@@ -110,10 +149,12 @@ def _create_dot(_builder: Any, a: Any, b: Any, d: Any, _input_precision: Any, _m
         if operand.dtype.primitive_bitwidth == 8 and operand.dtype.is_floating():
             half = interpreter.tl.float16
             data = interpreter._convert_float(data, operand.dtype, half, None).view(np.float16)
+        if operand.dtype == interpreter.tl.bfloat16:
+            data = interpreter._convert_float(data, operand.dtype, interpreter.tl.float32, None).view(np.float32)
         operands.append(data.astype(d.data.dtype, copy=False))
     left, right = operands
     products = np.multiply(np.moveaxis(left, -1, 0)[..., None], np.moveaxis(right, -2, 0)[..., None, :], order="C")
-    return interpreter.TensorHandle(d.data + np.add.reduce(products, axis=0), d.dtype.scalar)
+    return interpreter.TensorHandle(d.data + np.add.reduce(products, axis=0, dtype=products.dtype), d.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)

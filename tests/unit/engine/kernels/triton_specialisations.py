@@ -7,6 +7,7 @@ compiled or computed. So it shows whether the cases of ahead-of-time compilation
 whether requests can meet a variant that the dry run has not: each would keep its whole batch waiting for the compiler.
 """
 
+import itertools
 import json
 import random
 import sys
@@ -26,6 +27,8 @@ from engine.kernels.triton.aot_cases import all_cases
 from engine.kernels.triton.sampling import compile_for
 from engine.kernels.triton.tuning import load_table
 from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.backend import ProjectionRole
+from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix
 from engine.model.loader import build_model
 from engine.model.memory_budget import kv_layout
 from engine.runner import dry_run
@@ -126,6 +129,28 @@ def warm(runner):
     compile_for(SHAPE.vocab_size, CPU)
 
 
+def launch_quantized():
+    """Products of four bits by groups of 128 with zeros, as a checkpoint of GPTQ or AWQ has them, and of bytes."""
+
+    def matrix(rows, columns):
+        zero = torch.arange(rows * columns // 128, dtype=torch.int16).view(rows, -1) % 16
+        codes, scale = torch.zeros(rows, columns // 2, dtype=torch.uint8), torch.ones(zero.shape, dtype=torch.float16)
+        return GroupIntMatrix(bits=4, num_columns=columns, codes=codes, scale=scale, zero=zero, group_size=128)
+
+    def signed_bytes(rows, columns):
+        codes = torch.zeros(rows, columns, dtype=torch.int8)
+        return Int8Matrix(codes=codes, scale=torch.ones(rows), rounds_inputs=True)
+
+    for deterministic, make in itertools.product((False, True), (matrix, signed_bytes)):
+        options = BackendOptions(device=CPU, dtype="bfloat16", quantization="stored", deterministic=deterministic)
+        backend = CudaBackend(options)
+        down = backend.closing(make(512, 4096), None, ProjectionRole.DOWN)
+        gated = backend.gated(make(512, 4096), None)
+        for rows in (1, 3, 40, 300):
+            down(torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(rows, 512, dtype=torch.bfloat16))
+            gated(torch.zeros(rows, 4096, dtype=torch.bfloat16))
+
+
 def described(case):
     """A case as the launches above are described."""
     source, names = source_of(case), case.kernel.arg_names
@@ -151,6 +176,7 @@ def main(num_batches):
         for _ in range(num_batches):
             runner.launch(random_batch(rng)).tokens()
         late += [launches.variants[key] for key in launches.variants if key not in known]
+    launch_quantized()
     cases = [described(case) for case in all_cases(load_table("")) if case.representative]
     json.dump({"launched": list(launches.variants.values()), "late": late, "cases": cases}, sys.stdout)
 

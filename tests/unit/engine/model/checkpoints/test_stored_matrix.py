@@ -144,6 +144,16 @@ def test_stack_of_four_and_eight_bits_has_eight() -> None:
         assert torch.equal(dense_stack.dequantized(), torch.cat([other.dequantized(), parts[1].dequantized()]))
 
 
+def test_stack_in_one_activation_order_keeps_its_form() -> None:
+    whole = group_int(4, order=True)(9, 24, 0, 8)
+    parts = [whole.rows(0, 2), whole.rows(2, 5), whole.rows(5, 9)]
+    stacked = stack(parts)
+    assert isinstance(stacked, GroupIntMatrix)
+    assert torch.equal(stacked.dequantized(), whole.dequantized())
+    other = group_int(4, order=True)(2, 24, 1, 8)
+    assert isinstance(stack([whole, other]), DenseMatrix), "another order"
+
+
 def test_stack_of_different_forms_is_dense() -> None:
     parts = [int8(3, 8, 0, 4), table16(2, 8, 1, 4)]
     stacked = stack(parts)
