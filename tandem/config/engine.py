@@ -117,8 +117,8 @@ class EngineSection(PinnedShares):
     groups of 32, inputs in eight bits by the same groups, the head as with `int8`.
     See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
-    """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
-    See docs/extend/measurements.md for the loss of accuracy."""
+    """Data type of cached keys and values. `auto`: the model's; `int8` and `fp8_e4m3` take about half of bfloat16's
+    memory, `int4`, which only CPUs compute, 9/32 of it. See docs/extend/measurements.md for the loss of accuracy."""
     quality_gate: str | None = None
     """File that `tandem eval --gate` wrote, relative to the model's directory. Each worker scores its text before it
     serves, and ends where the perplexity is further above the base's than the scheme of its weights may be
