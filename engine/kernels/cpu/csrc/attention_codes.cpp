@@ -52,8 +52,7 @@ void restore(const CodedLayer& layer, const int32_t* blocks, int64_t num_blocks,
           Codes::template load_codes<kParts>(codes, d, size, x);
           Codes::order(x);
           for (int n = 0; n < kParts; ++n)
-            store_some(to + d + n * kLanes, fused(x[n], Codes::scale(word), Codes::minimum(word)),
-                       size - d - n * kLanes);
+            store_some(to + d + n * kLanes, Codes::restore(x[n], word), size - d - n * kLanes);
         }
     }
   });

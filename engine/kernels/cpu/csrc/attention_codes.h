@@ -24,6 +24,7 @@ struct CodesStep {
 };
 
 constexpr int64_t kSpanKeys = 64;
+constexpr int64_t kPairedBytes = 32;  // lines so short are transposed two in a row
 constexpr int kCodesHeads = 4;  // heads whose sums are in registers at once
 
 template <class T, class Codes>
@@ -158,20 +159,23 @@ class CodesUnit {
       std::copy_n(from, count, to);
       return;
     }
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t g = 0; g < num_groups_; ++g) to[g * kSpanKeys + i] = from[i * num_groups_ + g];
+    for (int64_t g = 0; g < num_groups_; ++g)
+      for (int64_t i = 0; i < count; ++i) to[g * kSpanKeys + i] = from[i * num_groups_ + g];
   }
 
   void attend(const Span& span, const Span& next, int64_t lowest) {
+    const int64_t together = line_bytes_ > kPairedBytes ? 1 : 2;
     for (int64_t k = 0; k < span.count; k += kLanes) {
       prefetch(next.keys, k, next.count);
-      transpose_keys(span.keys + k, std::min<int64_t>(kLanes, span.count - k));
+      const int64_t part = k / kLanes % together;
+      if (part == 0) transpose_keys(span.keys + k, span.count - k);
+      const Words* columns = columns_ + part * kPairedBytes / 4;
       for (int64_t g = 0; g < group_; g += kCodesHeads) {
         switch (std::min<int64_t>(group_ - g, kCodesHeads)) {
-          case 1: score<1>(g, span.key_scales + k, weights_ + k); break;
-          case 2: score<2>(g, span.key_scales + k, weights_ + k); break;
-          case 3: score<3>(g, span.key_scales + k, weights_ + k); break;
-          default: score<4>(g, span.key_scales + k, weights_ + k);
+          case 1: score<1>(g, columns, span.key_scales + k, weights_ + k); break;
+          case 2: score<2>(g, columns, span.key_scales + k, weights_ + k); break;
+          case 3: score<3>(g, columns, span.key_scales + k, weights_ + k); break;
+          default: score<4>(g, columns, span.key_scales + k, weights_ + k);
         }
       }
     }
@@ -192,13 +196,30 @@ class CodesUnit {
       for (int64_t b = 0; b < line_bytes_; b += 64) __builtin_prefetch(rows[i] + b, 0, 2);
   }
 
-  // Sixteen keys as columns of words of codes; zeros from `count` on.
+  // Sixteen keys as columns of words of codes, or twice sixteen where these are short; zeros from `count` on.
   void transpose_keys(const uint8_t* const* rows, int64_t count) {
+    if (line_bytes_ <= kPairedBytes) {
+      for (int i = 0; i < kLanes; ++i) {
+        columns_[i] = Words{};
+        char* row = reinterpret_cast<char*>(columns_ + i);
+        if (i < count) copy_short(rows[i], row);
+        if (i + kLanes < count) copy_short(rows[i + kLanes], row + kPairedBytes);
+      }
+      transpose(columns_);
+      return;
+    }
     for (int64_t b = 0; b < line_bytes_; b += 64) {
       Words* block = columns_ + b / 4;
       for (int i = 0; i < kLanes; ++i) block[i] = i < count ? load_bytes(rows[i] + b, line_bytes_ - b) : Words{};
       transpose(block);
     }
+  }
+
+  void copy_short(const uint8_t* line, char* to) const {
+    if (line_bytes_ == kPairedBytes)
+      std::memcpy(to, line, kPairedBytes);
+    else
+      std::memcpy(to, line, size_t(line_bytes_));
   }
 
   // Up to 64 bytes, four to a word; zeros from `count` on.
@@ -215,7 +236,7 @@ class CodesUnit {
   }
 
   template <int H>
-  void score(int64_t head, const uint32_t* scales, float* scores) const {
+  void score(int64_t head, const Words* columns, const uint32_t* scales, float* scores) const {
     const float* queries = queries_ + head * query_width_;
     const int64_t num_words = ceil_div(head_dim_, Codes::kPerWord);
     Floats totals[H] = {};
@@ -223,7 +244,7 @@ class CodesUnit {
       Floats sums[H][4] = {};
       for (const int64_t end = std::min(w + Codes::kGroup / Codes::kPerWord, num_words); w < end; ++w) {
         for (int c = 0; c < Codes::kPerWord; ++c) {
-          const Floats codes = Codes::unpack(columns_[w], c);
+          const Floats codes = Codes::unpack(columns[w], c);
           for (int h = 0; h < H; ++h)
             sums[h][c % 4] = fused(codes, splat(queries[h * query_width_ + Codes::kPerWord * w + c]), sums[h][c % 4]);
         }

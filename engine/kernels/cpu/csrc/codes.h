@@ -76,6 +76,9 @@ struct Int8Codes {
   TANDEM_INLINE Floats scale(Words words) { return (Floats)words; }
   TANDEM_INLINE Floats minimum(Words) { return Floats{}; }
 
+  // A value of what `unpack` and `load_codes` give.
+  TANDEM_INLINE Floats restore(Floats x, Words words) { return x * scale(words); }
+
   // The codes in place `index` of sixteen words.
   TANDEM_INLINE Floats unpack(Words words, int index) {
     return __builtin_convertvector((Ints)(words << (24 - 8 * index)) >> 24, Floats);
@@ -114,6 +117,10 @@ struct Int8Codes {
 
 // Two values in a byte, the first in its lower half; for each 64 values a word: the step between codes in bfloat16, and
 // in the upper half the value of code 0.
+//
+// A code is unpacked to 1 + code / 16 by putting its bits below those of 1.0: one operation for any unit of the
+// processor, where masking and converting take two, and looking up competes with shifts. The scale and the minimum that
+// attention applies make up for it.
 struct Int4Codes {
   static constexpr int kPerWord = 8;
   static constexpr int64_t kChunk = 2 * kLanes;
@@ -124,17 +131,22 @@ struct Int4Codes {
 
   static int64_t line_bytes(int64_t size) { return size / 2; }
   static int64_t num_groups(int64_t size) { return (size + kGroup - 1) / kGroup; }
-  TANDEM_INLINE Floats scale(Words words) { return (Floats)(words << 16); }
-  TANDEM_INLINE Floats minimum(Words words) { return (Floats)(words & 0xffff0000u); }
+  TANDEM_INLINE Floats scale(Words words) { return step_of(words) * 16.0f; }
+  TANDEM_INLINE Floats minimum(Words words) { return zero_of(words) - scale(words); }
+
+  // Exact but for the sum's rounding.
+  TANDEM_INLINE Floats restore(Floats x, Words words) {
+    return fused(x * 16.0f - 16.0f, step_of(words), zero_of(words));
+  }
 
   TANDEM_INLINE Floats unpack(Words words, int index) {
-    const Words shifted = words >> (4 * index);
+    const int left = 19 - 4 * index;
+    const Words shifted = left > 0 ? words << left : words >> -left;
 #if defined(__AVX512F__)
-    // A look-up heeds the lower four bits only: no masking, no conversion.
-    const Floats values = __builtin_convertvector(kLaneIndex, Floats);
-    return (Floats)_mm512_permutexvar_ps((__m512i)shifted, (__m512)values);
+    const __m512i mask = _mm512_set1_epi32(15 << 19), one = _mm512_set1_epi32(0x3f800000);
+    return (Floats)_mm512_ternarylogic_epi32((__m512i)shifted, mask, one, 0xea);  // and, or
 #else
-    return __builtin_convertvector((Ints)(shifted & 15), Floats);
+    return (Floats)((shifted & (15 << 19)) | 0x3f800000);
 #endif
   }
 
@@ -183,6 +195,9 @@ struct Int4Codes {
     for (int64_t i = 0; i < size / 2; ++i) to[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
     *word = bits(step) >> 16 | bits(zero);
   }
+
+  TANDEM_INLINE Floats step_of(Words words) { return (Floats)(words << 16); }
+  TANDEM_INLINE Floats zero_of(Words words) { return (Floats)(words & 0xffff0000u); }
 
   TANDEM_INLINE uint32_t bits(float x) {
     uint32_t found;
