@@ -122,7 +122,11 @@ class Case:
 
     def check(self, library, *, deterministic=False, **options):
         ours = self.attend(library, deterministic=deterministic, **options).double()
-        torch.testing.assert_close(ours, self.expected(deterministic), **TOLERANCE[self.shape.dtype])
+        tolerance = TOLERANCE[self.shape.dtype]
+        if self.code_dtype == "int4":
+            # Sums of codes that are all positive, less those of their minima: two bits of a float cancel.
+            tolerance = {name: max(bound, 4e-5) for name, bound in tolerance.items()}
+        torch.testing.assert_close(ours, self.expected(deterministic), **tolerance)
 
 
 @pytest.mark.parametrize("code_dtype", CODE_DTYPES)

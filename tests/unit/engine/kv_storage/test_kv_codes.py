@@ -37,7 +37,7 @@ def layout(dtype, **more):
 
 
 def backend(**options):
-    return select_backend(BackendOptions(device=CPU, num_threads=1, **{"dtype": "float32", **options}))
+    return select_backend(BackendOptions(num_threads=1, **{"device": CPU, "dtype": "float32", **options}))
 
 
 @pytest.fixture(scope="module")
