@@ -19,7 +19,7 @@ from tandem.config.engine import EngineSection
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE, is_local_model, model_directory
-from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
+from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BITS, QUANTISED_DTYPES, KVLayout
 
 HEADROOM = 0.05
 """Share of a worker's memory that the engine leaves unused."""
@@ -100,7 +100,7 @@ def room(model: ModelSpec, options: SizingOptions) -> WorkerRoom:
     """Compute the figures. Raises ConfigError if weights and workspace alone exceed the memory."""
     layout, defaults, ranks = layout_of(model, options), EngineSection(), options.tensor_parallel_size
     context = min(model.max_context, options.context)
-    weights_bytes = num_parameters(model) * DTYPE_BYTES[options.dtype]
+    weights_bytes = num_parameters(model) * DTYPE_BITS[options.dtype] // 8
     workspace_bytes = estimate_workspace_bytes(
         model,
         dtype=options.dtype,
@@ -148,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
         default=AUTO_DTYPE,
         help="as model.dtype; auto: that of config.json (else bfloat16), or float32 for the built-in model",
     )
-    made.add_argument("--kv-dtype", choices=(AUTO_DTYPE, "int8", "fp8_e4m3"), default=defaults.kv_dtype)
+    made.add_argument("--kv-dtype", choices=(AUTO_DTYPE, *QUANTISED_DTYPES), default=defaults.kv_dtype)
     made.add_argument("--tensor-parallel", type=int, default=1, help="ranks per worker")
     made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="memory per rank, in GB")
     made.add_argument("--context", type=int, default=defaults.context, help="tokens per sequence")

@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, Precision] = {
     "int4": Precision(dtype="bfloat16", quantization="int4"),
     "int8-kv": Precision(dtype="bfloat16", kv_dtype="int8"),
     "fp8-kv": Precision(dtype="bfloat16", kv_dtype="fp8_e4m3"),
+    "int4-kv": Precision(dtype="bfloat16", kv_dtype="int4"),
     "int8-and-int8-kv": Precision(dtype="bfloat16", quantization="int8", kv_dtype="int8"),
 }
 TRANSFORMERS = "transformers"

@@ -54,7 +54,7 @@ the same weights and biases.
 
 Kernels that need AMX or AVX-512 and kernels on a GPU compute the families by the same calls; the families that came
 after the first four have not been run there. Scores that are bent (Gemma 2) are computed on a CPU by the kernel for any
-processor, even where there is AMX, and over an int8 cache from restored blocks.
+processor, even where there is AMX, and over an int8 or int4 cache from restored blocks.
 
 Where `transformers` rotates a whole prompt by its length (`dynamic` beyond `max_position_embeddings`, `longrope` beyond
 `original_max_position_embeddings`), Tandem rotates every token as `transformers` does when it generates it: its KV may

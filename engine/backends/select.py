@@ -61,7 +61,11 @@ def _check_kv_dtype(options: BackendOptions) -> None:
     known = (AUTO_DTYPE, *QUANTISED_DTYPES)
     if options.kv_dtype not in known:
         raise ConfigError(f"engine.kv_dtype must be one of {', '.join(known)}, is {options.kv_dtype!r:.40}")
-    if options.kv_dtype != "fp8_e4m3" or options.kernels == "torch":
+    if options.kernels == "torch":
+        return
+    if options.kv_dtype == "int4" and options.device.type == "cuda":
+        raise ConfigError("engine.kv_dtype is int4, for which GPUs have no kernels: set engine.kv_dtype to int8")
+    if options.kv_dtype != "fp8_e4m3":
         return
     if options.device.type == "cuda":
         if torch.cuda.get_device_capability(options.device) < _FIRST_WITH_FP8:

@@ -1,21 +1,24 @@
 """The memory of the KV blocks: one contiguous tensor, perhaps laid on memory that a transport also maps.
 
 Shape `[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]`: one block of one layer is contiguous,
-and in it one head of K or of V is contiguous. In int8 the scales of its tokens follow (tandem/values/kv_layout.py), so
-one block of one layer is one run of bytes in every dtype. `engine.kv_cache.pool` knows which blocks are in use.
+and in it one head of K or of V is contiguous. In int4 the last dimension is of bytes, two values in each. In int8 and
+int4 the scales of its tokens follow (tandem/values/kv_layout.py), so one block of one layer is one run of bytes in
+every dtype. `engine.kv_cache.pool` knows which blocks are in use.
 """
 
 import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.values.kv_layout import KVLayout
+from tandem.values.kv_layout import KVLayout, code_bytes, scale_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model may compute in, by name."""
 
-CACHE_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+CACHE_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "int4": torch.uint8}
 """Dtypes that a cache may store, by name."""
+
+_SCALE_DTYPES = {"int8": torch.float32, "int4": torch.bfloat16}
 
 
 class PagedKVCache:
@@ -41,11 +44,13 @@ class PagedKVCache:
         else:
             self._bytes = _on_buffer(buffer, self.size_bytes, torch.device(device))
         heads = (2, layout.num_local_kv_heads, layout.block_size)
-        self.tensor = self._blocks_of(dtype, (*heads, layout.head_dim), 0)
+        self.tensor = self._blocks_of(dtype, (*heads, code_bytes(layout.dtype, layout.head_dim) // dtype.itemsize), 0)
         self._layers = self.tensor.unbind(0)
         self._scales: tuple[Tensor, ...] = ()
         if layout.scale_offset is not None:
-            self._scales = self._blocks_of(torch.float32, heads, layout.scale_offset).unbind(0)
+            groups = () if layout.dtype == "int8" else (scale_bytes(layout.dtype, layout.head_dim) // 4, 2)
+            kept = _SCALE_DTYPES[layout.dtype]
+            self._scales = self._blocks_of(kept, (*heads, *groups), layout.scale_offset).unbind(0)
         self.blocks = self._bytes.view(layout.num_layers, num_blocks, -1)
         """All bytes of every layer's blocks, scales included: uint8 `[num_layers, num_blocks, layer_block_bytes]`."""
         word = torch.int64 if layout.layer_block_bytes % torch.int64.itemsize == 0 else torch.uint8
@@ -66,7 +71,9 @@ class PagedKVCache:
         return self._layers[index]
 
     def layer_scales(self, index: int) -> Tensor | None:
-        """Scales of one layer's tokens, float32 `[num_blocks, 2, num_kv_heads, block_size]`; None without any."""
+        """Scales of one layer's tokens, `[num_blocks, 2, num_kv_heads, block_size]`: in int8 float32, in int4 bfloat16
+        with two more dimensions, `[num_groups, 2]`; None without any.
+        """
         return self._scales[index] if self._scales else None
 
     def serves(self, dtype: torch.dtype) -> bool:

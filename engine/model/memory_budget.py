@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
-from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
+from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BITS, KVLayout
 
 MAX_GATHER_BYTES = 256 * 2**20
 """Most bytes that one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
@@ -146,9 +146,10 @@ def estimate_workspace_bytes(
     kv_dtype: str = AUTO_DTYPE,
 ) -> int:
     """Upper bound on the memory of one step beside weights and KV: hidden states, gathered KV, masks, logits."""
-    item = DTYPE_BYTES[dtype]
-    # Codes are gathered, multiplied in float32, and rounded.
-    restored = 0 if kv_dtype == AUTO_DTYPE else DTYPE_BYTES[kv_dtype] + DTYPE_BYTES["float32"]
+    item = DTYPE_BITS[dtype] // 8
+    # Codes are gathered, in int4 also unpacked to bytes, multiplied in float32, and rounded.
+    codes = 2 if kv_dtype == "int4" else 1
+    restored = 0 if kv_dtype == AUTO_DTYPE else codes + DTYPE_BITS["float32"] // 8
     rows = max(max_batch_tokens, max_num_seqs)
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = config.num_heads * config.head_dim

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from kv_transfer.layout.runs import Run, extend
 from tandem.errors import TransferError
 from tandem.values.ids import BlockId
-from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
-
-SCALE_BYTES = 4
-"""Bytes of the float32 scale that int8 keeps for each token and head."""
+from tandem.values.kv_layout import KVLayout, code_bytes, scale_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +38,12 @@ class RegionGeometry:
 
     __slots__ = (
         "_block_size",
-        "_dtype_bytes",
+        "_code_bytes",
         "_first_rank",
-        "_head_dim",
         "_num_layers",
         "_num_ranks",
         "_num_replicas",
+        "_scale_bytes",
         "_scale_offset",
         "layer_block_bytes",
         "num_local_heads",
@@ -57,8 +54,8 @@ class RegionGeometry:
         self._first_rank = region * self._num_ranks
         self.num_local_heads = layout.num_local_kv_heads
         self._block_size = layout.block_size
-        self._dtype_bytes = DTYPE_BYTES[layout.dtype]
-        self._head_dim = layout.head_dim
+        self._code_bytes = code_bytes(layout.dtype, layout.head_dim)
+        self._scale_bytes = scale_bytes(layout.dtype, layout.head_dim)
         self.layer_block_bytes = layout.layer_block_bytes
         self._num_layers = layout.num_layers
         self._num_replicas = max(1, layout.tp_size // layout.num_kv_heads)
@@ -120,9 +117,9 @@ class RegionGeometry:
         """Runs of a unit: values or codes by K and V, head and token, then scales likewise; `token` is the unit's
         first."""
         runs: list[Run] = []
-        sections = [(0, self._head_dim * self._dtype_bytes)]
+        sections = [(0, self._code_bytes)]
         if self._scale_offset is not None:
-            sections.append((self._scale_offset, SCALE_BYTES))
+            sections.append((self._scale_offset, self._scale_bytes))
         for base, row_bytes in sections:
             for kv in (0, self.num_local_heads):
                 for head in range(kv + first, kv + first + count):

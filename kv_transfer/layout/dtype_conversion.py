@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kv_transfer.layout.mapping import Payload, vector_bytes
 from tandem.errors import TransferError
 from tandem.values.kv_agreement import CONVERSIONS
-from tandem.values.kv_layout import QUANTISED_DTYPES
+from tandem.values.kv_layout import INT4_GROUP, QUANTISED_DTYPES, code_bytes, scale_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -24,22 +24,32 @@ Array = npt.NDArray[Any]
 BATCH_VALUES = 1 << 16
 """Values per batch: with its scratch a batch fits into a second-level cache, and numpy's cost per call is small."""
 
-_STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "int8": np.int8, "fp8_e4m3": np.uint8}
+_STORED = {
+    "float32": np.float32,
+    "bfloat16": np.uint16,
+    "float16": np.float16,
+    "int8": np.int8,
+    "fp8_e4m3": np.uint8,
+    "int4": np.uint8,
+}
 _LARGEST_INT8 = np.float32(127)
+_LARGEST_INT4 = np.float32(15)
+_LARGEST_BFLOAT16 = np.float32(3.3895313892515355e38)
 _SMALLEST_PEAK = np.float32(1e-30)
 _ROUND_TO_BFLOAT16 = np.uint32(0x7FFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Vectors:
-    """K and V of some layers and heads: `[layer, unit, k/v, head, token, head_dim]`; scales lack the last dimension."""
+    """K and V of some layers and heads: `[layer, unit, k/v, head, token, head_dim]`, in int4 two values to a byte."""
 
     layers: slice
     """Layers in the model's numbering."""
     heads: slice
     values: Array
-    scales: Floats | None
-    """Scales of int8; None for other dtypes."""
+    scales: Array | None
+    """Scales of int8, without the last dimension; steps and minima of int4 as bits of bfloat16, with `[num_groups, 2]`
+    in its place; None for other dtypes."""
 
     def batch(self, layers: slice, units: slice) -> "_Vectors":
         """A part of them; `layers` and `units` are counted from the first one here."""
@@ -91,6 +101,8 @@ class Converter:
     def _convert(self, given: _Vectors, made: _Vectors) -> None:
         if self.source in QUANTISED_DTYPES:
             self._restore(given, made)
+        elif self.destination == "int4" and made.scales is not None:
+            self._to_int4(given.values, made.values, made.scales)
         elif made.scales is not None:
             self._to_int8(given.values, made.values, made.scales)
         else:
@@ -107,6 +119,28 @@ class Converter:
         # No clipping is needed: |value| * (127 / peak) exceeds 127 by two roundings at most, and rounds to 127.
         np.rint(products, out=products)
         np.copyto(codes, products, casting="unsafe")
+
+    def _to_int4(self, values: Array, codes: Bytes, scales: Array) -> None:
+        floats = self._floats(values)
+        scaled = self._room(np.float32, values.shape)
+        for group in range(scales.shape[-2]):
+            part = slice(group * INT4_GROUP, (group + 1) * INT4_GROUP)
+            lows = floats[..., part].min(-1).clip(-_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)
+            lows = _nearest_bfloat16(np.where(np.abs(lows) > _SMALLEST_PEAK, lows, np.float32(0)))
+            steps = floats[..., part].max(-1) / _LARGEST_INT4 - lows / _LARGEST_INT4
+            steps = _nearest_bfloat16(np.where(steps > _SMALLEST_PEAK, steps, np.float32(0)))
+            factors = np.zeros_like(steps)
+            np.divide(np.float32(1), steps, out=factors, where=steps > 0)
+            np.subtract(floats[..., part], lows[..., None], out=scaled[..., part])
+            np.multiply(scaled[..., part], factors[..., None], out=scaled[..., part])
+            for index, words in enumerate((steps, lows)):
+                np.right_shift(words.view(np.uint32), 16, out=scales[..., group, index], casting="unsafe")
+        np.rint(scaled, out=scaled)
+        np.clip(scaled, 0, _LARGEST_INT4, out=scaled)
+        pairs = self._room(np.uint8, values.shape)
+        np.copyto(pairs, scaled, casting="unsafe")
+        np.left_shift(pairs[..., 1::2], 4, out=codes)
+        np.bitwise_or(codes, pairs[..., ::2], out=codes)
 
     def _to_fp8_codes(self, given: _Vectors, codes: Array) -> None:
         values, scales = given.values, self._scales_of(given)
@@ -132,10 +166,13 @@ class Converter:
         return indices
 
     def _restore(self, given: _Vectors, made: _Vectors) -> None:
-        floats = self._room(np.float32, given.values.shape)
-        if given.scales is not None:
+        floats = self._room(np.float32, made.values.shape)
+        scales: Floats | None = None
+        if self.source == "int4" and given.scales is not None:
+            _unpack_int4(given.values, given.scales, floats)
+        elif given.scales is not None:
             np.copyto(floats, given.values)
-            scales: Floats | None = given.scales[..., None]
+            scales = given.scales[..., None]
         else:
             self._of_fp8.take(given.values, out=floats, mode="clip")
             scales = self._scales_of(given)
@@ -191,7 +228,7 @@ def _head_ranges(payload: Payload, data: Bytes, dtype: str) -> Iterator[_Vectors
     layers, units = payload.num_layers, payload.num_units
     rows = data.reshape(layers, -1, copy=False)
     row_bytes = vector_bytes(dtype, payload.head_dim)
-    value_bytes = payload.head_dim * np.dtype(_STORED[dtype]).itemsize
+    value_bytes = code_bytes(dtype, payload.head_dim)
     begin = 0
     for first_head, num_heads in payload.head_ranges:
         shape = (layers, units, 2, num_heads, payload.unit_tokens)
@@ -200,12 +237,13 @@ def _head_ranges(payload: Payload, data: Bytes, dtype: str) -> Iterator[_Vectors
         by_unit = rows[:, begin:end].reshape(layers, units, -1, copy=False)
         values = by_unit[..., : vectors * value_bytes].view(_STORED[dtype])
         scales = None
-        if dtype == "int8":
-            scales = by_unit[..., vectors * value_bytes :].view(np.float32).reshape(shape, copy=False)
+        if scale_bytes(dtype, payload.head_dim):
+            kept, groups = (np.uint16, (-1, 2)) if dtype == "int4" else (np.float32, ())
+            scales = by_unit[..., vectors * value_bytes :].view(kept).reshape(*shape, *groups, copy=False)
         yield _Vectors(
             layers=slice(payload.first_layer, payload.first_layer + layers),
             heads=slice(first_head, first_head + num_heads),
-            values=values.reshape(*shape, payload.head_dim, copy=False),
+            values=values.reshape(*shape, -1, copy=False),
             scales=scales,
         )
         begin = end
@@ -220,6 +258,24 @@ def _batches(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
     for layer in range(0, num_layers, layers):
         for unit in range(0, num_units, units):
             yield slice(layer, min(layer + layers, num_layers)), slice(unit, min(unit + units, num_units))
+
+
+def _unpack_int4(codes: Bytes, scales: Array, out: Floats) -> None:
+    """Restore values: a product that is exact, then a sum rounded once."""
+    np.bitwise_and(codes, 15, out=out[..., ::2], casting="unsafe", dtype=np.uint8)
+    np.right_shift(codes, 4, out=out[..., 1::2], casting="unsafe", dtype=np.uint8)
+    words = np.left_shift(scales, 16, dtype=np.uint32).view(np.float32)
+    for group in range(scales.shape[-2]):
+        part = out[..., group * INT4_GROUP : (group + 1) * INT4_GROUP]
+        np.multiply(part, words[..., group, :1], out=part)
+        np.add(part, words[..., group, 1:], out=part)
+
+
+def _nearest_bfloat16(values: Floats) -> Floats:
+    """Round finite values, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = bits + _ROUND_TO_BFLOAT16 + (bits >> np.uint32(16) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _values_of_fp8() -> Floats:

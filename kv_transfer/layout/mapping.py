@@ -12,8 +12,8 @@ either side's ranks change. A head that several ranks hold is read from one of t
 different one from layer to layer; the receiving side then copies it to the others.
 
 The wire has one order: by layer, then by range of heads that lies within one rank of either side, then by unit; in a
-unit K before V, heads, tokens, and in int8 all codes before all scales. Padding is not sent. Either side can therefore
-find its own runs knowing the other's layout, but neither its blocks nor its addresses.
+unit K before V, heads, tokens, and all codes before their scales. Padding is not sent. Either side can therefore find
+its own runs knowing the other's layout, but neither its blocks nor its addresses.
 
 A worker's pool may be in several regions, each in another process; then a mapping is of one lane (lanes.py) and has its
 cells only.
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.cells import SCALE_BYTES, LocalHeads, RegionGeometry, TokenBlocks
+from kv_transfer.layout.cells import LocalHeads, RegionGeometry, TokenBlocks
 from kv_transfer.layout.lanes import lanes_between
 from kv_transfer.layout.runs import Run, RunPairs, Runs, pair_runs
 from kv_transfer.layout.strided_table import StridedLayoutTable
 from tandem.errors import TransferError
 from tandem.values.kv_agreement import agree
-from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
+from tandem.values.kv_layout import KVLayout, code_bytes, scale_bytes
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Payload:
 
 def vector_bytes(dtype: str, head_dim: int) -> int:
     """Bytes of one token of one head of K or V on the wire."""
-    return head_dim * DTYPE_BYTES[dtype] + (SCALE_BYTES if dtype == "int8" else 0)
+    return code_bytes(dtype, head_dim) + scale_bytes(dtype, head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

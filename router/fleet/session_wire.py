@@ -48,7 +48,7 @@ from tandem.protocol.wire import (
 from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
-from tandem.values.kv_layout import DTYPE_BYTES
+from tandem.values.kv_layout import DTYPE_BITS
 from tandem.values.outputs import FinishReason, PredictionUse, bare_token
 from tandem.values.prefix_holder import holder_to_pb
 from tandem.values.prefix_pin import NO_PINS, PinKey, PinOrder
@@ -119,7 +119,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
     port, num_bytes = hello.direct_port, len(hello.direct_ticket)
     if port and (port > _MAX_PORT or num_bytes != DIRECT_TICKET_BYTES):
         raise ProtocolError(f"hello has direct_port {port} with a ticket of {num_bytes} bytes")
-    if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
+    if layout.dtype not in DTYPE_BITS or min(sizes) < 1:
         raise ProtocolError(f"hello has an impossible KV layout: dtype {layout.dtype!r}, sizes {sizes}")
     if (tokens := (hello.num_blocks + hello.num_blocks_below) * layout.block_size) > _MAX_POOL_TOKENS:
         raise ProtocolError(f"hello has a pool of {tokens} tokens: at most {_MAX_POOL_TOKENS}")

@@ -96,7 +96,7 @@ class TransferConfig(Section):
     tls: TlsConfig | None = None
     """Encrypt KV over `tcp` with mutual TLS 1.3 and these certificates. null: with those of `cluster.tls`, or
     unencrypted where there are none or its mode is `permissive`."""
-    wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
+    wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3", "int4"] = "auto"
     """Data type of keys and values on the wire where the receiver can convert them (over tcp). `auto`: the smaller of
     the two workers' cache types. Over shared memory they always have the receiver's type."""
 
@@ -282,10 +282,11 @@ class ClusterConfig(Section):
             raise ValueError(reason)
         if self.router.port == self.router.grpc_port != 0:
             raise ValueError(f"router.port and router.grpc_port are both {self.router.port}")
-        kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
-        if self.prefill.replicas and {"int8", "fp8_e4m3"} <= kv_dtypes:
+        codes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)} - {AUTO_DTYPE}
+        if self.prefill.replicas and len(codes) > 1:
+            one, other = sorted(codes)
             raise ValueError(
-                "prefill.kv_dtype and decode.kv_dtype: int8 and fp8_e4m3 cannot be converted into each other"
+                f"prefill.kv_dtype and decode.kv_dtype: {one} and {other} cannot be converted into each other"
             )
         dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
         # Only workers have the model and know what `auto` stands for: they check it at their start.

@@ -118,8 +118,8 @@ class EngineSection(PinnedShares):
     GPUs, in bfloat16 and float16: the same weights; inputs as they are, of those in eight bits also by row.
     See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
-    """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
-    See docs/extend/measurements.md for the loss of accuracy."""
+    """Data type of cached keys and values. `auto`: the model's; `int8` and `fp8_e4m3` take about half of bfloat16's
+    memory, `int4`, which only CPUs compute, 9/32 of it. See docs/extend/measurements.md for the loss of accuracy."""
     quality_gate: str | None = None
     """File that `tandem eval --gate` wrote, relative to the model's directory. Each worker scores its text before it
     serves, and ends where the perplexity is further above the base's than the scheme of its weights may be

@@ -3,11 +3,11 @@
 Workers may differ in tensor-parallel size, in block size and in the dtype of their caches, but not in the model.
 """
 
-from tandem.values.kv_layout import DTYPE_BYTES, QUANTISED_DTYPES, KVLayout
+from tandem.values.kv_layout import DTYPE_BITS, QUANTISED_DTYPES, KVLayout
 
 CONVERSIONS = frozenset(
     pair
-    for plain in DTYPE_BYTES
+    for plain in DTYPE_BITS
     for codes in QUANTISED_DTYPES
     if plain not in QUANTISED_DTYPES
     for pair in ((plain, codes), (codes, plain))
@@ -45,7 +45,7 @@ def _unequal(field: str, source: object, destination: object) -> str | None:
 
 
 def _bad_dtypes(source: str, destination: str) -> str | None:
-    if (source == destination and source in DTYPE_BYTES) or (source, destination) in CONVERSIONS:
+    if (source == destination and source in DTYPE_BITS) or (source, destination) in CONVERSIONS:
         return None
     return f"dtype: no conversion from {source} to {destination}"
 

@@ -1,23 +1,40 @@
 """Geometry of a KV cache: what two workers must agree on before any block moves between them.
 
 A block's payload is head-major, `[layer, block, k/v, kv_head, token, head_dim]`, so that one head of one block
-is contiguous and any tensor-parallel slice is a list of contiguous ranges. In int8 the scales of a block, float32
-`[k/v, kv_head, token]`, follow its codes within the payload, so that code that moves blocks moves both without
-knowing of either; fp8_e4m3 has scales that belong to the model, and none in its blocks.
+is contiguous and any tensor-parallel slice is a list of contiguous ranges. In int8 and int4 the scales of a block,
+`[k/v, kv_head, token]` of `scale_bytes` each, follow its codes within the payload, so that code that moves blocks moves
+both without knowing of either; fp8_e4m3 has scales that belong to the model, and none in its blocks.
 """
 
 from dataclasses import dataclass, fields
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
-QUANTISED_DTYPES = ("int8", "fp8_e4m3")
+DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8_e4m3": 8, "int4": 4}
+"""Bits of a value, or of its code."""
+QUANTISED_DTYPES = ("int8", "fp8_e4m3", "int4")
 """Dtypes of a cache that are independent of the model's dtype."""
 AUTO_DTYPE = "auto"
 """Placeholder for a dtype: of a cache the one that the model computes in, of a model its checkpoint's."""
 EXACT_DTYPE = "float32"
 """Dtype in which a sampled token does not depend on the batch that it is computed in."""
 
+INT4_GROUP = 64
+"""Values of a head that share a step and a minimum in int4; the last ones of a head may be fewer."""
+
 _SCALE_BYTES = 4
+"""Bytes of a float32, or of a step and a minimum in bfloat16."""
 _ALIGNMENT = 64
+
+
+def code_bytes(dtype: str, head_dim: int) -> int:
+    """Bytes of one token of one head of K or V, without scales."""
+    return -(-head_dim * DTYPE_BITS[dtype] // 8)
+
+
+def scale_bytes(dtype: str, head_dim: int) -> int:
+    """Bytes of scales that are stored for each token and head of K or V; 0 where there are none."""
+    if dtype == "int4":
+        return -(-head_dim // INT4_GROUP) * _SCALE_BYTES
+    return _SCALE_BYTES if dtype == "int8" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +44,7 @@ class KVLayout:
     model_fingerprint: str
     """Digest of the model's configuration and weights' revision; never a path."""
     dtype: str
-    """Dtype of cached keys and values: one of DTYPE_BYTES."""
+    """Dtype of cached keys and values: one of DTYPE_BITS."""
     num_layers: int
     num_kv_heads: int
     """Number in the whole model, not of one rank."""
@@ -46,21 +63,21 @@ class KVLayout:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether keys and values are eight-bit codes."""
+        """Whether keys and values are codes."""
         return self.dtype in QUANTISED_DTYPES
 
     @property
     def scale_offset(self) -> int | None:
         """Offset in bytes of the tokens' scales in one block of one layer; None when it has none."""
-        return _round_up(self._values_bytes) if self.dtype == "int8" else None
+        return _round_up(self._code_bytes) if scale_bytes(self.dtype, self.head_dim) else None
 
     @property
     def layer_block_bytes(self) -> int:
         """Bytes of one block in one layer: K and V of all local heads, with their scales; padded to 64 if there are
         scales."""
         if self.scale_offset is None:
-            return self._values_bytes
-        return _round_up(self.scale_offset + 2 * self.num_local_kv_heads * self.block_size * _SCALE_BYTES)
+            return self._code_bytes
+        return _round_up(self.scale_offset + self._num_vectors * scale_bytes(self.dtype, self.head_dim))
 
     @property
     def block_bytes(self) -> int:
@@ -98,8 +115,13 @@ class KVLayout:
         return None
 
     @property
-    def _values_bytes(self) -> int:
-        return 2 * self.num_local_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+    def _num_vectors(self) -> int:
+        """Tokens of heads of K and V in one block of one layer."""
+        return 2 * self.num_local_kv_heads * self.block_size
+
+    @property
+    def _code_bytes(self) -> int:
+        return self._num_vectors * code_bytes(self.dtype, self.head_dim)
 
 
 def may_differ_after_failover(dtype: str, *, deterministic: bool) -> bool:

@@ -11,7 +11,7 @@ from math import prod
 
 from engine.model.parameters import expected_shapes
 from engine.model.spec import ModelSpec
-from tandem.values.kv_layout import DTYPE_BYTES
+from tandem.values.kv_layout import DTYPE_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class ModelCost:
             head_weights=head,
             kv_numbers_per_token=2 * config.num_layers * kv_width,
             attention_width=config.num_layers * width,
-            item_bytes=DTYPE_BYTES[dtype],
-            weight_bits=bits or 8 * DTYPE_BYTES[dtype],
-            head_bits=max(8, bits) if bits else 8 * DTYPE_BYTES[dtype],
+            item_bytes=DTYPE_BITS[dtype] // 8,
+            weight_bits=bits or DTYPE_BITS[dtype],
+            head_bits=max(8, bits) if bits else DTYPE_BITS[dtype],
         )
 
     @property

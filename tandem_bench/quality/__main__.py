@@ -13,7 +13,7 @@ from typing import get_args
 from rich.console import Console
 from rich.text import Text
 
-from tandem.config.pools import Quantization
+from tandem.config.pools import CacheDtype, Quantization
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
 from tandem_bench import report
@@ -85,7 +85,7 @@ def _add_precision(made: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-dtype",
-        choices=("auto", "int8", "fp8_e4m3"),
+        choices=get_args(CacheDtype),
         default="auto",
         help="engine.kv_dtype of MODEL; default: auto",
     )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.code_attention import CpuCodeAttention
 from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated
-from engine.backends.cpu.int8_attention import CpuInt8Attention
 from engine.backends.cpu.programs import CpuPrograms
 from engine.backends.options import BackendOptions
 from engine.backends.thread_priority import lower_thread_priority
@@ -256,10 +256,9 @@ class CpuBackend:
         return CappedHead(head, cap, self._activations)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
-        is_int8 = cache.layout.dtype == "int8"
-        if cache.layout.is_quantised and not is_int8:
+        if cache.layout.dtype == "fp8_e4m3":
             return TorchAttention(spec, cache)  # engine.backends.select has logged it
-        make = CpuInt8Attention if is_int8 else CpuAttention
+        make = CpuCodeAttention if cache.layout.is_quantised else CpuAttention
         return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
 
     def graphs(

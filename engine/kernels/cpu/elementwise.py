@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.attention import CpuAttentionShape
-from engine.kernels.cpu.attention_int8 import CodedLayer
+from engine.kernels.cpu.attention_codes import CODE_DTYPES, CodedLayer
 from engine.kernels.cpu.gemm import TILE_COLUMNS, check_whole_tiles
 from engine.kernels.cpu.library import KernelLibrary
 from engine.types.step_inputs import IntArray
@@ -61,7 +61,9 @@ class CpuElementwise:
         self._add_norm_tiles = library.function("tandem_add_rms_norm_tiles", "pipppiifi")
         self._silu_mul = library.function(f"tandem_silu_mul_{suffix}", "ppiii")
         self._qk_norm_rope_write = library.function(f"tandem_qk_norm_rope_write_{suffix}", "ppippf")
-        self._write_int8 = library.function(f"tandem_qk_norm_rope_write_int8_{suffix}", "ppippf")
+        self._encode = {
+            name: library.function(f"tandem_qk_norm_rope_write_{name}_{suffix}", "ppippf") for name in CODE_DTYPES
+        }
         self._gather_rows = library.function("tandem_gather_rows", "piipipii", "i")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -181,14 +183,14 @@ class CpuElementwise:
         weight = self._check_rope(plan, qkv, norm_weight)
         self._qk_norm_rope_write(plan.address, qkv.data_ptr(), qkv.stride(0), cache.data_ptr(), weight, eps)
 
-    def qk_norm_rope_write_int8(
+    def qk_norm_rope_encode(
         self, plan: RotationPlan, qkv: Tensor, cache: CodedLayer, norm_weight: Tensor | None, eps: float
     ) -> None:
-        """Do the same for a cache in int8, with codes and scales as in engine/kv_storage/kv_codes.py."""
+        """Do the same for a cache in codes, with scales as in engine/kv_storage/kv_codes.py."""
         if plan.call.head_dim > _LARGEST_HEAD:
-            raise InvariantError(f"an int8 cache holds heads of up to {_LARGEST_HEAD} values")
+            raise InvariantError(f"a cache in codes holds heads of up to {_LARGEST_HEAD} values")
         weight = self._check_rope(plan, qkv, norm_weight)
-        self._write_int8(plan.address, qkv.data_ptr(), qkv.stride(0), cache.address, weight, eps)
+        self._encode[cache.dtype](plan.address, qkv.data_ptr(), qkv.stride(0), cache.address, weight, eps)
 
     def _check_rope(self, plan: RotationPlan, qkv: Tensor, norm_weight: Tensor | None) -> int | None:
         """Check the arguments of a rotation. Returns the address of the weight, or None. Raises InvariantError."""

@@ -1,18 +1,20 @@
 """Measures the speed of CPU attention: `python -m engine.kernels.cpu.measure_attention`.
 
 Layers are visited in turn, each with its own blocks in random order, so that the keys of a step come from memory as
-they do in a model. Kernels and the torch backend take turns within a round, and the best round counts.
+they do in a model. Kernels, those over caches in codes and the torch backend take turns within a round, and the best
+round counts.
 """
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.kernels.cpu.attention import CpuAttentionShape, PagedAttention
+from engine.kernels.cpu.attention_codes import CODE_DTYPES, CodedLayer, PagedCodeAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
 from engine.kv_storage.paged_cache import PagedKVCache
@@ -39,6 +41,8 @@ class AttentionFigures:
     """Time including rotation and the write into the cache."""
     torch_s: float
     """Time of the torch backend for the same."""
+    coded_s: Mapping[str, float]
+    """Time of attention alone over a cache in codes, by its dtype."""
     gb_per_s: float
     gflop_per_s: float
 
@@ -97,13 +101,13 @@ class AttentionBench:
             attend_s=times[0],
             layer_s=times[1],
             torch_s=times[2],
+            coded_s=dict(zip(CODE_DTYPES, times[3:], strict=True)),
             gb_per_s=layer_bytes / times[0] / 1e9,
             gflop_per_s=4 * pairs * shape.num_heads * shape.head_dim / times[0] / 1e9,
         )
 
-    def _alternate(
-        self, config: ModelSpec, cache: PagedKVCache, inputs: StepInputs, rounds: int
-    ) -> tuple[float, float, float]:
+    def _alternate(self, config: ModelSpec, cache: PagedKVCache, inputs: StepInputs, rounds: int) -> list[float]:
+        """Seconds per layer: attention, with the write, in torch, and attention over each kind of codes."""
         shape, rope = self.shape, RotaryEmbedding(config.ropes[0], config.head_dim)
         attention = PagedAttention(self._library, shape, num_threads=self._num_threads)
         elementwise = CpuElementwise(self._library, shape.dtype, num_threads=self._num_threads)
@@ -126,10 +130,27 @@ class AttentionBench:
         def with_torch(layer: int) -> None:
             reference.attend(layer, qkv.view(plan.num_rows, -1))
 
-        works = (attend, whole, with_torch)
+        queries = qkv[:, : shape.num_heads]
+        over_codes = (self._over_codes(dtype, config, cache.num_blocks, inputs, queries, out) for dtype in CODE_DTYPES)
+        works = (attend, whole, with_torch, *over_codes)
         times = [[_seconds(work, config.num_layers) for work in works] for _ in range(rounds)]
-        attend_s, layer_s, torch_s = (min(column) / config.num_layers for column in zip(*times, strict=True))
-        return attend_s, layer_s, torch_s
+        return [min(column) / config.num_layers for column in zip(*times, strict=True)]
+
+    def _over_codes(
+        self,
+        dtype: str,
+        config: ModelSpec,
+        num_blocks: int,
+        inputs: StepInputs,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Callable[[int], None]:
+        """Attention of one layer over random codes."""
+        attention = PagedCodeAttention(self._library, self.shape, dtype, windows=(None,), num_threads=self._num_threads)
+        plan, cache = attention.plan(inputs), _cache(config, self.shape.block_size, num_blocks, dtype)
+        scales = [cache.layer_scales(i) for i in range(config.num_layers)]
+        layers = [CodedLayer(cache.layer(i), s.fill_(0.1)) for i, s in enumerate(scales) if s is not None]
+        return lambda layer: attention.attend(layers[layer], queries, plan, None, out)
 
 
 def measure_all(library: KernelLibrary, num_threads: int) -> list[AttentionFigures]:
@@ -158,17 +179,20 @@ def _config(shape: CpuAttentionShape, num_layers: int) -> ModelSpec:
     )
 
 
-def _cache(config: ModelSpec, block_size: int, num_blocks: int) -> PagedKVCache:
+def _cache(config: ModelSpec, block_size: int, num_blocks: int, dtype: str = "bfloat16") -> PagedKVCache:
     layout = KVLayout(
         model_fingerprint="",
-        dtype="bfloat16",
+        dtype=dtype,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
     )
     cache = PagedKVCache(layout, num_blocks=num_blocks)
-    cache.layer(0).normal_()
+    if layout.is_quantised:
+        cache.layer(0).random_(0, 127)
+    else:
+        cache.layer(0).normal_()
     for layer in range(1, config.num_layers):
         cache.layer(layer).copy_(cache.layer(0))
     return cache
@@ -188,7 +212,8 @@ def main() -> None:
             sys.stdout.write(
                 f"{f.name:>20}: attend {f.attend_s * 1e3:7.3f} ms, layer {f.layer_s * 1e3:7.3f}, "
                 f"torch {f.torch_s * 1e3:8.3f}; "
-                f"{f.gb_per_s:5.1f} GB/s, {f.gflop_per_s:7.0f} GFLOP/s\n"
+                f"{f.gb_per_s:5.1f} GB/s, {f.gflop_per_s:7.0f} GFLOP/s; "
+                f"{', '.join(f'{name} {s * 1e3:.3f} ms' for name, s in f.coded_s.items())}\n"
             )
 
 

@@ -1,4 +1,4 @@
-"""Access of plain torch to the paged cache, in the model's dtype or in eight-bit codes.
+"""Access of plain torch to the paged cache, in the model's dtype or in codes.
 
 Both number rows alike: a gather names planes, `block * 2 * num_kv_heads + plane`, where the planes of a block
 are the heads of K, then those of V; a write names slots within them, `plane's number * block_size + offset`.
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv_storage.kv_codes import head_codes, restored, token_codes
+from engine.kv_storage.kv_codes import group_codes, head_codes, restored, token_codes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.layers.attention import AttentionSpec
 from engine.types.step_inputs import IntArray
@@ -54,7 +54,7 @@ class PlainPages:
 
 
 class CodePages:
-    """Pages in int8 with scales beside the codes, or in fp8_e4m3 with the model's scales."""
+    """Pages in int8 or int4 with scales beside the codes, or in fp8_e4m3 with the model's scales."""
 
     def __init__(self, cache: PagedKVCache, dtype: torch.dtype, head_scales: Tensor | None) -> None:
         """`head_scales`: float32 `[num_layers, 2, num_kv_heads]`, for fp8_e4m3; None: 1."""
@@ -63,22 +63,24 @@ class CodePages:
         self._dtype = dtype
         self._num_planes = 2 * layout.num_local_kv_heads
         self._block_size = layout.block_size
-        self._codes = tuple(cache.layer(i).flatten(1, 2) for i in layers)  # each [num_blocks, planes, block_size, dim]
+        self._codes = tuple(cache.layer(i).flatten(1, 2) for i in layers)  # [num_blocks, planes, block_size, ...]
         scales = [cache.layer_scales(i) for i in layers]
-        self._token_scales = tuple(s.flatten(1, 2) for s in scales if s is not None)  # [num_blocks, planes, block_size]
+        self._token_scales = tuple(s.flatten(1, 2) for s in scales if s is not None)  # likewise
         if head_scales is None:
             head_scales = torch.ones(layout.num_layers, self._num_planes, device=cache.tensor.device)
         self._head_scales = head_scales.view(layout.num_layers, self._num_planes)
+        self._encode = group_codes if layout.dtype == "int4" else token_codes
         per_block = self._num_planes * layout.block_size * layout.head_dim
-        self.gathered_bytes = per_block * (1 + torch.float32.itemsize + dtype.itemsize)
+        codes = 2 if layout.dtype == "int4" else 1  # packed and unpacked
+        self.gathered_bytes = per_block * (codes + torch.float32.itemsize + dtype.itemsize)
 
     def write(self, layer: int, index: Tensor, fresh: Tensor) -> Tensor:
         rows, offset = index // self._block_size, index % self._block_size
         where = (rows // self._num_planes, rows % self._num_planes, offset)
         if self._token_scales:
-            codes, scales = token_codes(fresh)
+            codes, scales = self._encode(fresh)
             self._codes[layer][where] = codes.flatten(0, 2)
-            self._token_scales[layer][where] = scales.flatten()
+            self._token_scales[layer][where] = scales.flatten(0, 2)
         else:
             scales = self._head_scales[layer].view(fresh.shape[1:3])
             codes = head_codes(fresh, scales)
@@ -90,7 +92,7 @@ class CodePages:
         block, plane = index // self._num_planes, index % self._num_planes
         codes = self._codes[layer].view(torch.uint8)[block, plane].view(self._codes[layer].dtype)
         if self._token_scales:
-            scales = self._token_scales[layer][block, plane]  # [num_planes, block_size]
+            scales = self._token_scales[layer][block, plane]  # [num_planes, block_size, ...]
         else:
             scales = self._head_scales[layer][plane, None]
         return restored(codes, scales, self._dtype).flatten(1)

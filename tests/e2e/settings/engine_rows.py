@@ -255,14 +255,14 @@ ROWS = {
             expected=alone(PoolDtypes(), PoolDtypes(), wire_dtype=dtype),
             is_warm_equal=False,
         )
-        for dtype in ("int8", "fp8_e4m3")
+        for dtype in ("int8", "fp8_e4m3", "int4")
     },
     **{
         f"kv-{dtype}-{transport}": Row(
             settings={"engine.kv_dtype": dtype, "transfer.transport": transport, **CHUNKED},
             expected=alone(PoolDtypes(kv_dtype=dtype), PoolDtypes(kv_dtype=dtype)),
         )
-        for dtype, transport in (("int8", "shm"), ("int8", "tcp"), ("fp8_e4m3", "shm"))
+        for dtype, transport in (("int8", "shm"), ("int8", "tcp"), ("fp8_e4m3", "shm"), ("int4", "tcp"))
     },
     **{
         f"kv-{prefill}-to-{decode}": Row(
@@ -281,6 +281,7 @@ ROWS = {
             ("auto", "int8", "float32", "auto"),
             ("auto", "fp8_e4m3", "auto", "fp8_e4m3"),
             ("int8", "auto", "auto", "auto"),
+            ("auto", "int4", "auto", "int4"),
             ("fp8_e4m3", "auto", "float32", "int8"),
         )
     },

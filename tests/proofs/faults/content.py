@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from engine.kv_storage.kv_codes import head_codes, restored, token_codes
+from engine.kv_storage.kv_codes import group_codes, head_codes, restored, token_codes
 from engine.kv_storage.paged_cache import TORCH_DTYPES
 from tandem.values.kv_layout import KVLayout
 from tests.proofs.faults.plan import BatchPlan
@@ -34,6 +34,10 @@ class Content:
     def _draw(self, kv: KVLayout, rng: np.random.Generator) -> None:
         """Values that mean something."""
         shape = self.source.cells.shape[:-1]
+        if kv.dtype == "int4":
+            values = torch.from_numpy(rng.normal(size=(*shape, kv.head_dim)).astype(np.float32))
+            self.source.cells, self.source.scales = _as_stored(*group_codes(values))
+            return
         if kv.dtype == "int8":
             self.source.scales = _bytes(torch.from_numpy(rng.uniform(0.001, 2.0, (*shape, 1)).astype(np.float32)))
             return
@@ -58,15 +62,22 @@ def _converted(cells: np.ndarray, scales: np.ndarray, here: str, there: str) -> 
         return cells, scales
     if here in TORCH_DTYPES:
         values = torch.from_numpy(cells).view(TORCH_DTYPES[here])
+        if there == "int4":
+            return _as_stored(*group_codes(values))
         if there == "int8":
-            codes, made = token_codes(values)
-            return _bytes(codes), _bytes(made[..., None])
+            return _as_stored(*token_codes(values))
         return _bytes(head_codes(values, torch.ones(()))), scales
-    if here == "int8":
+    if here == "int4":
+        codes, factors = torch.from_numpy(cells), torch.from_numpy(scales).view(torch.bfloat16).unflatten(-1, (-1, 2))
+    elif here == "int8":
         codes, factors = torch.from_numpy(cells).view(torch.int8), torch.from_numpy(scales).view(torch.float32)[..., 0]
     else:
         codes, factors = torch.from_numpy(cells).view(torch.float8_e4m3fn), torch.ones(())
     return _bytes(restored(codes, factors, TORCH_DTYPES[there])), scales
+
+
+def _as_stored(codes: torch.Tensor, scales: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    return _bytes(codes), _bytes(scales.reshape(*codes.shape[:-1], -1))
 
 
 def _bytes(values: torch.Tensor) -> np.ndarray:

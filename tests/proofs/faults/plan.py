@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kv_transfer.layout.cells import SCALE_BYTES
+from kv_transfer.layout.mapping import vector_bytes
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.torch_dist import wire as torch_dist_wire
-from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
+from tandem.values.kv_layout import KVLayout
 
 
 class Kind(StrEnum):
@@ -62,6 +62,8 @@ _CONVERSIONS = (
     ("float32", "fp8_e4m3", "fp8_e4m3"),
     ("float32", "float32", "int8"),
     ("int8", "int8", "bfloat16"),
+    ("bfloat16", "int4", "int4"),
+    ("int4", "int4", "bfloat16"),
 )
 """(source, wire, destination)."""
 
@@ -138,8 +140,7 @@ def plan_batch(transport: str, seed: int, focus: Focus | None = None) -> BatchPl
         source, destination = (replace(kv, num_regions=regions.choice((1, kv.tp_size))) for kv in (source, destination))
     chunk_tokens = rng.choice((4, 8, 16, 64))
     vectors = 2 * source.num_kv_heads * source.num_layers
-    scale_bytes = SCALE_BYTES if wire == "int8" else 0
-    token_bytes = vectors * (source.head_dim * DTYPE_BYTES[wire] + scale_bytes)
+    token_bytes = vectors * vector_bytes(wire, source.head_dim)
     chunk_bytes = max(1, chunk_tokens * token_bytes // rng.choice((1, 1, source.num_layers)))
     drawer = _Drawer(rng, transport, focus or Focus(), token_bytes=token_bytes, chunk_bytes=chunk_bytes)
     transfers = tuple(_transfer(rng, index, destination, drawer) for index in range(rng.randint(3, 8)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.kv_storage.kv_codes import head_codes, restored, token_codes
+from engine.kv_storage.kv_codes import group_codes, head_codes, restored, token_codes
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.loader import load_model
@@ -81,10 +81,10 @@ def _read(cache: PagedKVCache, layer: int) -> Tensor:
 
 def _write(cache: PagedKVCache, layer: int, values: Tensor) -> None:
     cells, scales = cache.layer(layer), cache.layer_scales(layer)
-    if cells.dtype is torch.int8 and scales is not None:
-        codes, peaks = token_codes(values)
+    if scales is not None:
+        codes, kept = (token_codes if cells.dtype is torch.int8 else group_codes)(values)
         cells.copy_(codes)
-        scales.copy_(peaks)
+        scales.copy_(kept)
     elif cells.dtype is torch.float8_e4m3fn:
         cells.copy_(head_codes(values, torch.ones(())))
     else:
@@ -96,6 +96,8 @@ def _rounded(values: Tensor, wire_dtype: str | None) -> Tensor:
         return values
     if wire_dtype == "int8":
         return restored(*token_codes(values), torch.float32)
+    if wire_dtype == "int4":
+        return restored(*group_codes(values), torch.float32)
     if wire_dtype == "fp8_e4m3":
         return head_codes(values, torch.ones(())).float()
     return values.to(TORCH_DTYPES[wire_dtype]).float()

@@ -4,7 +4,17 @@ import numpy as np
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.cells import TokenBlocks
-from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
+from tandem.values.kv_layout import DTYPE_BITS, KVLayout
+
+
+def _row_bytes(kv: KVLayout) -> int:
+    """Of one token's values or codes in one head."""
+    return -(-kv.head_dim * DTYPE_BITS[kv.dtype] // 8)
+
+
+def _scale_bytes(kv: KVLayout) -> int:
+    """Of one token's scales in one head."""
+    return {"int8": 4, "int4": 4 * -(-kv.head_dim // 64)}.get(kv.dtype, 0)
 
 
 def layout(dtype="bfloat16", *, tp=1, block_size=16, heads=2, layers=2, head_dim=4, model="m"):
@@ -35,8 +45,8 @@ class Prompt:
 
     def __init__(self, kv: KVLayout, num_tokens: int, rng: np.random.Generator):
         shape = (kv.num_layers, 2, kv.num_kv_heads, num_tokens)
-        self.cells = rng.integers(0, 256, (*shape, kv.head_dim * DTYPE_BYTES[kv.dtype]), np.uint8)
-        self.scales = rng.integers(0, 256, (*shape, 4), np.uint8)
+        self.cells = rng.integers(0, 256, (*shape, _row_bytes(kv)), np.uint8)
+        self.scales = rng.integers(0, 256, (*shape, _scale_bytes(kv)), np.uint8)
 
 
 class PlainWorker:
@@ -47,9 +57,9 @@ class PlainWorker:
         self.heads = max(1, kv.num_kv_heads // kv.tp_size)
         self.blocks = [int(b) for b in rng.permutation(pool_blocks)[: -(-num_tokens // kv.block_size)]]
         slots = 2 * self.heads * kv.block_size
-        row = kv.head_dim * DTYPE_BYTES[kv.dtype]
+        row, self.scale_bytes = _row_bytes(kv), _scale_bytes(kv)
         self.scales_at = -(-slots * row // 64) * 64
-        size = -(-(self.scales_at + slots * 4) // 64) * 64 if kv.dtype == "int8" else slots * row
+        size = -(-(self.scales_at + slots * self.scale_bytes) // 64) * 64 if self.scale_bytes else slots * row
         self.row, self.values_end = row, slots * row
         self.region = rng.integers(0, 256, (kv.tp_size, kv.num_layers, pool_blocks, size), np.uint8)
 
@@ -80,7 +90,7 @@ class PlainWorker:
     def touched(self, first: int, end: int) -> np.ndarray:
         """1 for each byte of the region that those tokens have."""
         shape = (self.kv.num_layers, 2, self.kv.num_kv_heads, len(self.blocks) * self.kv.block_size)
-        ones = np.ones((*shape, self.row), np.uint8), np.ones((*shape, 4), np.uint8)
+        ones = np.ones((*shape, self.row), np.uint8), np.ones((*shape, self.scale_bytes), np.uint8)
         return self._put(np.zeros_like(self.region), *ones, first, end)
 
     def _put(self, region, cells, scales, first, end):
@@ -89,9 +99,9 @@ class PlainWorker:
         where, offset = np.array(self.blocks)[tokens // size], tokens % size
         shape = (*region.shape[:3], 2, self.heads, size)
         parts = [(region[..., : self.values_end].reshape(*shape, self.row, copy=False), cells)]
-        if self.kv.dtype == "int8":
-            end_of_scales = self.scales_at + 2 * self.heads * size * 4
-            parts.append((region[..., self.scales_at : end_of_scales].reshape(*shape, 4, copy=False), scales))
+        if row := self.scale_bytes:
+            end_of_scales = self.scales_at + 2 * self.heads * size * row
+            parts.append((region[..., self.scales_at : end_of_scales].reshape(*shape, row, copy=False), scales))
         for view, values in parts:
             for head in range(self.kv.num_kv_heads):
                 for rank in self.ranks_of(head):

@@ -57,13 +57,14 @@ def test_kv_arithmetic_parameters_match_checkpoint() -> None:
 
 def test_kv_arithmetic_matches_table_in_handbook() -> None:
     page = (ROOT / "docs/operate/capacity.md").read_text()
-    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) KiB \| ([\d.]+) KiB \|", page, re.MULTILINE)
+    row = r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) KiB \| ([\d.]+) KiB \| ([\d.]+) KiB \|"
+    rows = re.findall(row, page, re.MULTILINE)
     assert len(rows) >= 5
     model = read_model("builtin")
-    for layers, heads, dim, plain, coded in rows:
+    for layers, heads, dim, plain, eight, four in rows:
         layer = replace(model.layers[0], num_kv_heads=int(heads), num_heads=int(heads), head_dim=int(dim))
         like = replace(model, layers=(layer,) * int(layers))
-        for kv_dtype, kib in (("auto", plain), ("int8", coded)):
+        for kv_dtype, kib in (("auto", plain), ("int8", eight), ("int4", four)):
             layout = layout_of(like, SizingOptions(kv_dtype=kv_dtype))
             assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(kib), abs=0.05)
 

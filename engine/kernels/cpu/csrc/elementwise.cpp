@@ -190,16 +190,16 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, T* cache,
   });
 }
 
-// The same into a cache in int8: keys are rotated, and both rounded once, to codes.
-template <class T>
-void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, const Int8Layer& cache, const T* weights,
-                        float eps) {
+// The same into a cache in codes: keys are rotated, and both rounded once.
+template <class Codes, class T>
+void qk_norm_rope_encode(const RopeWrite& call, T* qkv, int64_t stride, const CodedLayer& cache, const T* weights,
+                         float eps) {
   const int64_t size = call.head_dim, heads = call.num_heads, kv_heads = call.num_kv_heads;
   const int64_t row_size = (heads + 2 * kv_heads) * size;
   for_rows(call.num_rows, row_size, call.threads, [&](int64_t row) {
     const int64_t block = call.slots[row] / call.block_size, offset = call.slots[row] % call.block_size;
-    int8_t* codes = cache.codes + block * cache.code_stride;
-    float* scales = cache.scales + block * cache.scale_stride;
+    uint8_t* codes = cache.codes + block * cache.code_stride;
+    uint32_t* scales = cache.scales + block * cache.scale_stride;
     alignas(64) float fresh[kLargestHead];
     for (int64_t h = 0; h < heads + 2 * kv_heads; ++h) {
       T* head = qkv + row * stride + h * size;
@@ -214,7 +214,7 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, const Int
         for (int64_t i = 0; i < size; i += kLanes)
           store_some(fresh + i, finite(load_some(head + i, size - i)), size - i);
       const int64_t line = (h - heads) * call.block_size + offset;
-      scales[line] = store_codes(fresh, size, codes + line * size);
+      Codes::store(fresh, size, codes + line * Codes::line_bytes(size), scales + line * Codes::num_groups(size));
     }
   });
 }
@@ -241,12 +241,19 @@ using tandem::Bfloat16;
   TANDEM_EXPORT void tandem_qk_norm_rope_write_##suffix(const tandem::RopeWrite* call, T* qkv, int64_t stride,     \
                                                         T* cache, const T* weights, float eps) {                   \
     tandem::qk_norm_rope_write(*call, qkv, stride, cache, weights, eps);                                            \
-  }                                                                                                                 \
-  TANDEM_EXPORT void tandem_qk_norm_rope_write_int8_##suffix(const tandem::RopeWrite* call, T* qkv, int64_t stride, \
-                                                             const tandem::Int8Layer* cache, const T* weights,      \
-                                                             float eps) {                                           \
-    tandem::qk_norm_rope_write(*call, qkv, stride, *cache, weights, eps);                                           \
   }
+
+#define TANDEM_ENCODE(Codes, name, T, suffix)                                                                         \
+  TANDEM_EXPORT void tandem_qk_norm_rope_write_##name##_##suffix(const tandem::RopeWrite* call, T* qkv, int64_t stride, \
+                                                                 const tandem::CodedLayer* cache, const T* weights,   \
+                                                                 float eps) {                                         \
+    tandem::qk_norm_rope_encode<tandem::Codes>(*call, qkv, stride, *cache, weights, eps);                             \
+  }
+
+TANDEM_ENCODE(Int8Codes, int8, float, f32)
+TANDEM_ENCODE(Int8Codes, int8, Bfloat16, bf16)
+TANDEM_ENCODE(Int4Codes, int4, float, f32)
+TANDEM_ENCODE(Int4Codes, int4, Bfloat16, bf16)
 
 TANDEM_ELEMENTWISE(float, f32)
 TANDEM_ELEMENTWISE(Bfloat16, bf16)

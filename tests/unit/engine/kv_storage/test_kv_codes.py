@@ -1,4 +1,4 @@
-"""8-bit KV caches: bytes, codes within their format's bounds, and engines that answer alike with them."""
+"""KV caches in codes: bytes, codes within their format's bounds, and engines that answer alike with them."""
 
 import logging
 import random
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.assembly import assemble
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.kv_storage.kv_codes import head_codes, restored, token_codes
+from engine.kv_storage.kv_codes import group_codes, head_codes, restored, token_codes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.config import parse_model_config
 from engine.model.loader import load_model
@@ -37,7 +37,7 @@ def layout(dtype, **more):
 
 
 def backend(**options):
-    return select_backend(BackendOptions(device=CPU, num_threads=1, **{"dtype": "float32", **options}))
+    return select_backend(BackendOptions(num_threads=1, **{"device": CPU, "dtype": "float32", **options}))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,19 @@ def test_kv_layout_block_bytes_follow_dtype():
             layout("fp8_e4m3", head_dim=size).layer_block_bytes * 4
             == layout("float32", head_dim=size).layer_block_bytes
         )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_int4_holds_more_than_three_times_the_sequences_of_bfloat16(head_dim):
+    context, held = 4096, {}
+    for dtype in ("bfloat16", "int4"):
+        kv = layout(dtype, num_layers=24, num_kv_heads=8, head_dim=head_dim, block_size=32)
+        budget = plan_memory(
+            limit_bytes=64 << 30, weights_bytes=1 << 30, workspace_bytes=1 << 28, layout=kv, max_context=context
+        )
+        held[dtype] = budget.num_blocks // (context // kv.block_size)
+    assert held["int4"] >= 3.5 * held["bfloat16"] > 3.5 * 50
+    assert layout("int4", head_dim=head_dim).scale_offset == 2 * 2 * 4 * head_dim // 2
 
 
 def test_kv_layouts_of_different_dtypes_mismatch():
@@ -111,7 +124,7 @@ def test_int8_block_with_scales_is_contiguous(dtype):
     assert cache.size_bytes == cache.host_view().nbytes == 5 * kv.block_bytes
     assert not any(cache.host_view())
     cache.layer(2)[3].view(torch.uint8).fill_(7)
-    if dtype == "int8":
+    if dtype != "fp8_e4m3":
         cache.layer_scales(2)[3].fill_(0.5)
     begin = (2 * 5 + 3) * kv.layer_block_bytes
     mine = bytes(cache.host_view()[begin : begin + kv.layer_block_bytes])
@@ -145,6 +158,34 @@ def test_kv_codes_error_is_within_format_bounds():
         assert ((found - limited).abs() <= bound * 1.00001).all()
 
 
+@pytest.mark.parametrize("head_dim", [2, 40, 64, 96, 256])
+def test_int4_error_is_within_half_a_step(head_dim):
+    torch.manual_seed(head_dim)
+    values = torch.randn(500, head_dim) * torch.logspace(-6, 6, 500)[:, None] + torch.linspace(-3, 3, 500)[:, None]
+    codes, scales = group_codes(values)
+    assert codes.shape == (500, head_dim // 2)
+    assert scales.shape == (500, -(-head_dim // 64), 2)
+    found = restored(codes, scales, torch.float32)
+    for i, group in enumerate(values.split(64, -1)):
+        low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
+        off = found[:, 64 * i : 64 * i + group.shape[1]] - group
+        # Half a step, what rounding the minimum costs, and the last step's rounding at the upper end.
+        assert (off.abs() <= (high - low) * (1 / 30 + 1 / 256) + low.abs() / 256).all()
+    codes, scales = group_codes(torch.tensor([[0.0, -0.0], [1e-38, -1e-35], [-3.4e38, 3.4e38]]))
+    assert codes[:, 0].tolist() == [0, 0, 0xF0]
+    assert not scales[:2].view(torch.int16).any()
+    assert scales.isfinite().all()
+
+
+def test_int4_codes_of_one_token_do_not_depend_on_others():
+    values = torch.randn(7, 3, 128)
+    codes, scales = group_codes(values)
+    for i in range(7):
+        alone = group_codes(values[i : i + 1])
+        assert torch.equal(alone[0], codes[i : i + 1])
+        assert torch.equal(alone[1], scales[i : i + 1])
+
+
 def test_kv_codes_round_one_quotient():
     peaks = torch.arange(128, 256).bfloat16().float()
     codes, _ = token_codes(torch.stack([peaks, peaks / 3], 1))
@@ -153,7 +194,7 @@ def test_kv_codes_round_one_quotient():
     assert token_codes(torch.tensor([[2.546875, 1.2734375]]))[0].tolist() == [[127, 64]]  # 63.500004
 
 
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.03), ("fp8_e4m3", 0.2)])
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.03), ("fp8_e4m3", 0.2), ("int4", 0.4)])
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MistralForCausalLM"])
 def test_kv_codes_logits_stay_close_to_plain(paths, name, kv_dtype, bound):
     model = load_plain(paths[name])
@@ -206,13 +247,14 @@ def test_kv_codes_copied_blocks_continue_equally(paths, kv_dtype):
     assert first.token_ids == second.token_ids
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kv_codes_deterministic_int8_is_bitwise_reproducible(paths, dtype):
-    model = load_model(paths["Qwen3ForCausalLM"], backend=backend(dtype=dtype, kv_dtype="int8", deterministic=True))
+def test_kv_codes_deterministic_cache_is_bitwise_reproducible(paths, dtype, kv_dtype):
+    model = load_model(paths["Qwen3ForCausalLM"], backend=backend(dtype=dtype, kv_dtype=kv_dtype, deterministic=True))
     tokens = random_tokens(random.Random(2), 45)
     seen = []
     for cuts in ([45], [1] * 45, [17, 1, 1, 20, 6]):
-        session = Session(model, block_size=16, kv_dtype="int8")
+        session = Session(model, block_size=16, kv_dtype=kv_dtype)
         request = session.request(tokens)
         logits = torch.cat([session.logits(request, n) for n in cuts])
         blocks = torch.tensor(list(request.block_table)[:3])
@@ -317,12 +359,14 @@ def test_kv_codes_engine_holds_fewer_bytes(caplog):
         assert ("using plain torch" in caplog.text) == (kv_dtype == "fp8_e4m3")
         caplog.clear()
     assert held["auto"] == 4 * held["fp8_e4m3"]
-    assert held["fp8_e4m3"] < held["int8"] < held["auto"] / 3
+    assert held["int4"] < held["fp8_e4m3"] < held["int8"] < held["auto"] / 3
 
 
 def test_kv_dtype_unsupported_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype must be one of auto, int8, fp8_e4m3, is 'int4'"):
-        backend(kv_dtype="int4")
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype must be one of auto, int8, fp8_e4m3, int4, is 'int3'"):
+        backend(kv_dtype="int3")
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is int4, for which GPUs have no kernels"):
+        backend(kv_dtype="int4", device=torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8_e4m3, .*engine\.deterministic"):
         backend(kv_dtype="fp8_e4m3", deterministic=True)
     assert backend(kv_dtype="int8", deterministic=True).name != "torch"
@@ -338,7 +382,7 @@ def test_kv_codes_write_stores_no_non_finite_value(paths):
             session = Session(model, block_size=16, kv_dtype=kv_dtype)
             session.logits(session.request([5, 5, 5]), 3)
             assert session.cache.tensor.float().isfinite().all()
-            if kv_dtype == "int8":
+            if kv_dtype != "fp8_e4m3":
                 assert session.cache.layer_scales(0).isfinite().all()
 
 

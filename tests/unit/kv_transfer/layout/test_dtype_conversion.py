@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_storage.kv_codes import head_codes, restored, token_codes
+from engine.kv_storage.kv_codes import group_codes, head_codes, restored, token_codes
 from engine.kv_storage.paged_cache import CACHE_DTYPES, TORCH_DTYPES, PagedKVCache
 from engine.model.layers.kv_pages import CodePages, PlainPages
 from kv_transfer.layout import dtype_conversion
 from kv_transfer.layout.cells import TokenBlocks
 from kv_transfer.layout.dtype_conversion import Converter
-from kv_transfer.layout.mapping import CellMapping
+from kv_transfer.layout.mapping import CellMapping, vector_bytes
 from kv_transfer.memory import numpy_copy
 from tandem.errors import TransferError
 from tandem.values.kv_agreement import CONVERSIONS
@@ -76,20 +76,40 @@ def test_conversion_to_fp8_equals_engine(dtype, scale):
     assert np.array_equal(made, as_bytes(expected))
 
 
-@pytest.mark.parametrize("dtype", PLAIN)
-@pytest.mark.parametrize("head_dim", [1, 4, 64, 128])
-def test_conversion_to_int8_equals_engine(dtype, head_dim):
+def vectors_of_all_kinds(dtype, head_dim):
+    """Finite vectors of mixed and of like magnitudes, and of peaks about the least that counts."""
     generator = torch.Generator().manual_seed(head_dim)
     flat = values_of(dtype, head_dim)
     mixed = flat[torch.randperm(flat.numel(), generator=generator)]
     spread = torch.randn(1 << 14, generator=generator) * torch.logspace(-37, 37, 1 << 14)
     peaks = torch.tensor([0.0, -0.0, 1e-45, 9.99e-31, 1e-30, 1.0000001e-30, 1.01e-30, 1e-38, 127.5, 63.5]).repeat(128)
     values = torch.cat([mixed, spread, -peaks]).clamp(-3e38, 3e38).to(TORCH_DTYPES[dtype])
-    values = torch.where(values.isfinite(), values, 1)[: values.numel() // 256 * 256].view(-1, head_dim)
+    return torch.where(values.isfinite(), values, 1)[: values.numel() // 768 * 768].view(-1, head_dim)
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("head_dim", [1, 4, 64, 128])
+def test_conversion_to_int8_equals_engine(dtype, head_dim):
+    values = vectors_of_all_kinds(dtype, head_dim)
     codes, scales = token_codes(values)
     made = converted(as_bytes(values), dtype, "int8", num_vectors=len(values), head_dim=head_dim)
     assert np.array_equal(made[: values.numel()], as_bytes(codes))
     assert np.array_equal(made[values.numel() :], as_bytes(scales))
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("head_dim", [2, 64, 96, 128])
+def test_conversion_int4_equals_engine_both_ways(dtype, head_dim):
+    values = vectors_of_all_kinds(dtype, head_dim)
+    values[1::2] = values[1::2] / 64 + values[1::2, :1]  # far from zero, near each other
+    values = torch.where(values.isfinite(), values, 1)
+    codes, scales = group_codes(values)
+    expected = np.concatenate([as_bytes(codes), as_bytes(scales)])
+    made = converted(as_bytes(values), dtype, "int4", num_vectors=len(values), head_dim=head_dim)
+    # The wire has codes before scales for each of K and V together: one unit, so all codes come first.
+    assert np.array_equal(made, expected)
+    back = converted(expected, "int4", dtype, num_vectors=len(values), head_dim=head_dim)
+    assert np.array_equal(back, as_bytes(restored(codes, scales, TORCH_DTYPES[dtype])))
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
@@ -193,7 +213,7 @@ def test_conversion_wire_codes_equal_engine_codes():
     tables = [TokenBlocks(blocks=blocks, pool_blocks=3) for blocks in ((1, 0), (0, 2))]
     head_scales = torch.rand(2, 2, 4, generator=rng) + 0.05
     for wire in QUANTISED_DTYPES:
-        codes, scales = token_codes(values)
+        codes, scales = (group_codes if wire == "int4" else token_codes)(values)
         if wire == "fp8_e4m3":
             scales = head_scales[:, None].expand(values.shape[:-1])
             codes = head_codes(values, scales)
@@ -206,14 +226,14 @@ def test_conversion_wire_codes_equal_engine_codes():
 
 def test_conversion_between_equal_dtypes_copies_bytes():
     for dtype in (*PLAIN, *QUANTISED_DTYPES):
-        size = 32 * (CACHE_DTYPES[dtype].itemsize * 4 + 4 * (dtype == "int8"))
+        size = 32 * vector_bytes(dtype, 4)
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         assert np.array_equal(converted(data, dtype, dtype, num_vectors=32, head_dim=4), data)
 
 
 def test_conversion_every_declared_pair_exists():
     for source, target in CONVERSIONS:
-        size = 32 * (CACHE_DTYPES[source].itemsize * 4 + 4 * (source == "int8"))
+        size = 32 * vector_bytes(source, 4)
         assert not converted(np.zeros(size, np.uint8), source, target, num_vectors=32, head_dim=4).any()
     with pytest.raises(TransferError, match="dtype: no conversion from int8 to fp8_e4m3"):
         Converter("int8", "fp8_e4m3")

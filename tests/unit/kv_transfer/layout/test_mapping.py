@@ -87,7 +87,7 @@ def check(source, target, mapping, cut, prompt, first, end):
             numpy_copy.copy(mapping.fan_out(one, lacking), region, region)
     assert np.array_equal(landed, expected.reshape(-1))
     assert np.array_equal(direct, expected.reshape(-1))
-    cells = prompt.cells[..., first:end, :].size + (source.kv.dtype == "int8") * prompt.scales[..., first:end, :].size
+    cells = prompt.cells[..., first:end, :].size + prompt.scales[..., first:end, :].size
     assert sum(length for _, _, length in copies) == cells
 
 
@@ -107,7 +107,7 @@ def check_pair(tp_source, tp_target, seed):
     moved = 0
     for heads in (h for h in HEADS if splits(tp_source, h) and splits(tp_target, h)):
         for sizes in product(BLOCK_SIZES, BLOCK_SIZES):
-            dtype, head_dim = rng.choice(("float32", "bfloat16", "int8", "fp8_e4m3")), rng.choice((1, 2, 3))
+            dtype, head_dim = rng.choice(("float32", "bfloat16", "int8", "fp8_e4m3", "int4")), rng.choice((1, 2, 3, 66))
             layers = 9 if heads == 1 and sizes[0] == sizes[1] else rng.choice((1, 2, 3))
             kv = [
                 layout(dtype, tp=tp, block_size=size, heads=heads, head_dim=head_dim, layers=layers)

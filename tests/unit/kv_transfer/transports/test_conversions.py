@@ -38,6 +38,8 @@ WAYS = [
     ("bfloat16", "fp8_e4m3", "bfloat16"),
     ("bfloat16", "bfloat16", "int8"),
     ("bfloat16", "bfloat16", "fp8_e4m3"),
+    ("bfloat16", "int4", "int4"),
+    ("bfloat16", "bfloat16", "int4"),
 ]
 
 

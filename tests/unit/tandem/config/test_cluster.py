@@ -68,6 +68,7 @@ from tandem.values.api_key import entry_of
         ("engine: {max_step_s: .nan}", "engine.max_step_s"),
         ("router: {request_timeout_s: 1.0e+300}", "router.request_timeout_s"),
         ("{prefill: {kv_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "prefill.kv_dtype"),
+        ("{prefill: {kv_dtype: int8}, decode: {kv_dtype: int4}}", "int4 and int8 cannot be converted into each other"),
         ("{transfer: {wire_dtype: bfloat16}}", "transfer.wire_dtype: no conversion from float32 to bfloat16"),
         ("{transfer: {wire_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "transfer.wire_dtype"),
         ("transfer: {lease_s: 0.1}", "transfer.lease_s: Input should be greater than or equal to 0.5"),

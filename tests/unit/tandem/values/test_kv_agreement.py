@@ -5,12 +5,12 @@ from itertools import permutations, product
 import pytest
 
 from tandem.values.kv_agreement import CONVERSIONS, agree, cannot_travel_as
-from tandem.values.kv_layout import DTYPE_BYTES
+from tandem.values.kv_layout import DTYPE_BITS
 from tests.support.kv_transfer.plain_worker import layout
 
 
 def test_kv_agreement_pairs_unequal_layouts_of_one_model():
-    for tp, size, dtype in product((1, 2, 4, 8), (16, 32, 64), ("bfloat16", "int8", "fp8_e4m3")):
+    for tp, size, dtype in product((1, 2, 4, 8), (16, 32, 64), ("bfloat16", "int8", "fp8_e4m3", "int4")):
         for heads in (1, 2, 4, 8, 16):
             assert agree(layout(heads=heads), layout(dtype, heads=heads, tp=tp, block_size=size)) is None
 
@@ -36,12 +36,13 @@ def test_kv_agreement_reason_begins_with_field(change, reason):
 
 
 def test_kv_agreement_needs_a_listed_conversion():
-    for source, target in permutations(DTYPE_BYTES, 2):
+    for source, target in permutations(DTYPE_BITS, 2):
         disagreement = agree(layout(source), layout(target))
         assert (disagreement is None) == ((source, target) in CONVERSIONS)
     assert agree(layout("int3"), layout("int3")) == "dtype: no conversion from int3 to int3"
     assert "no conversion from int8 to fp8_e4m3" in agree(layout("int8"), layout("fp8_e4m3"))
-    assert len(CONVERSIONS) == 12
+    assert "no conversion from int4 to int8" in agree(layout("int4"), layout("int8"))
+    assert len(CONVERSIONS) == 18
 
 
 def test_kv_agreement_wire_dtype_without_conversion_is_refused() -> None:

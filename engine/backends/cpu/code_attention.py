@@ -1,10 +1,10 @@
-"""The compiled kernels over an int8 cache, behind the engine's attention Protocols."""
+"""The compiled kernels over a cache in int8 or int4, behind the engine's attention Protocols."""
 
 from torch import Tensor
 
 from engine.backends.buffers import Buffers
 from engine.backends.cpu.heads import CpuHeads
-from engine.kernels.cpu.attention_int8 import CodedLayer, PagedInt8Attention
+from engine.kernels.cpu.attention_codes import CodedLayer, PagedCodeAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import KernelLibrary
 from engine.kv_storage.paged_cache import PagedKVCache
@@ -13,8 +13,8 @@ from engine.types.step_inputs import StepInputs
 from tandem.errors import ConfigError
 
 
-class CpuInt8Attention:
-    """Attention by the compiled kernels over a pool of int8 codes."""
+class CpuCodeAttention:
+    """Attention by the compiled kernels over a pool of codes."""
 
     def __init__(
         self,
@@ -26,27 +26,28 @@ class CpuInt8Attention:
         *,
         deterministic: bool,
     ) -> None:
-        """Raises ConfigError for a geometry that the kernels do not serve, or a cache that is not in int8."""
+        """Raises ConfigError for a geometry that the kernels do not serve, or a cache without scales."""
+        self.layers = tuple(_coded(cache, i) for i in range(spec.config.num_layers))
         self.heads = CpuHeads(spec, kernels, buffers, block_size=cache.block_size)
-        self.paged = PagedInt8Attention(
+        self.paged = PagedCodeAttention(
             library,
             self.heads.shape,
+            cache.layout.dtype,
             windows=self.heads.windows,
             num_threads=kernels.num_threads,
             deterministic=deterministic,
         )
-        self.layers = tuple(_coded(cache, i) for i in range(spec.config.num_layers))
 
-    def plan(self, inputs: StepInputs) -> "CpuInt8AttentionPlan":
-        return CpuInt8AttentionPlan(self, inputs)
+    def plan(self, inputs: StepInputs) -> "CpuCodeAttentionPlan":
+        return CpuCodeAttentionPlan(self, inputs)
 
 
-class CpuInt8AttentionPlan:
-    """One step's attention over int8 codes in the compiled kernels."""
+class CpuCodeAttentionPlan:
+    """One step's attention over codes in the compiled kernels."""
 
     __slots__ = ("_backend", "_metadata", "_rotations")
 
-    def __init__(self, backend: CpuInt8Attention, inputs: StepInputs) -> None:
+    def __init__(self, backend: CpuCodeAttention, inputs: StepInputs) -> None:
         self._backend = backend
         self._rotations = backend.heads.rotations(inputs)
         self._metadata = backend.paged.plan(inputs)
@@ -55,7 +56,7 @@ class CpuInt8AttentionPlan:
         heads, cache = self._backend.heads, self._backend.layers[layer]
         given, out = heads.split_heads(qkv), heads.results(qkv.shape[0])
         rotation = self._rotations[heads.rope_of_layer[layer]]
-        heads.kernels.qk_norm_rope_write_int8(rotation, given, cache, *heads.norm(layer))
+        heads.kernels.qk_norm_rope_encode(rotation, given, cache, *heads.norm(layer))
         queries = given[:, : heads.shape.num_heads]
         self._backend.paged.attend(cache, queries, self._metadata, heads.windows[layer], out)
         return out
@@ -64,5 +65,5 @@ class CpuInt8AttentionPlan:
 def _coded(cache: PagedKVCache, index: int) -> CodedLayer:
     scales = cache.layer_scales(index)
     if scales is None:
-        raise ConfigError(f"int8 attention over a cache in {cache.layout.dtype}")
+        raise ConfigError(f"attention over codes, with a cache in {cache.layout.dtype}")
     return CodedLayer(cache.layer(index), scales)

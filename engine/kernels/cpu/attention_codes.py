@@ -1,7 +1,7 @@
-"""Paged attention over an int8 cache in compiled code; complements `engine.kernels.cpu.attention` and shares its shape.
+"""Paged attention over a cache in int8 or int4 in compiled code; complements `engine.kernels.cpu.attention`.
 
-Single rows go to a kernel that reads codes in place (csrc/attention_int8.h). Other rows, and in deterministic mode all,
-go to the kernels of PagedAttention over blocks that are first decoded to the model's dtype, once for all rows of a
+Single rows go to a kernel that reads codes in place (csrc/attention_codes.h). Other rows, and in deterministic mode
+all, go to the kernels of PagedAttention over blocks that are first decoded to the model's dtype, once for all rows of a
 chunk: so chunks run on AMX tiles where there are any, and a row's bits are as independent of the batch as there.
 Decoded blocks take the memory of one layer of one sequence, or of as many short ones as fit in 64 MiB.
 """
@@ -19,6 +19,7 @@ from engine.kernels.cpu.attention import AttentionMetadata, CpuAttentionShape, P
 from engine.kernels.cpu.library import KernelLibrary
 from engine.types.step_inputs import IntArray, StepInputs
 from tandem.errors import ConfigError, InvariantError
+from tandem.values.kv_layout import scale_bytes
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _NO_WINDOW = 2**31 - 1
@@ -28,12 +29,16 @@ _MIN_SEGMENT_KEYS = 256
 _SHARED_ELEMENTS = 2**16
 """Products per dimension, some 10 us of work, below which a single thread is used."""
 _LANES = 16
+_WORD_BYTES = 4
+
+CODE_DTYPES = ("int8", "int4")
+"""Dtypes of a cache that the kernels read."""
 
 Int32Array = NDArray[np.int32]
 
 
 class _Layer(ctypes.Structure):
-    """The struct `Int8Layer` of csrc/codes.h."""
+    """The struct `CodedLayer` of csrc/codes.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales")),
@@ -42,7 +47,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """The struct `Int8Step` of csrc/attention_int8.h."""
+    """The struct `CodesStep` of csrc/attention_codes.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tables", "lengths", "partials")),
@@ -55,21 +60,26 @@ class _Step(ctypes.Structure):
 class CodedLayer:
     """One layer's codes and scales in the form that kernels take. Raises InvariantError for another layout."""
 
-    __slots__ = ("_struct", "address", "codes", "scales")
+    __slots__ = ("_struct", "address", "codes", "dtype", "head_dim", "scales")
 
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        """`codes`: int8 `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; `scales`: float32, without the last
-        dimension.
+        """`codes`: int8 `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, or int4 as uint8, two in each;
+        `scales`: as PagedKVCache.layer_scales.
         """
+        self.dtype = "int4" if codes.dtype is torch.uint8 else "int8"
+        self.head_dim = codes.shape[-1] * (2 if self.dtype == "int4" else 1)
+        words = scale_bytes(self.dtype, self.head_dim) // _WORD_BYTES
+        expected = (
+            (torch.int8, torch.float32, ()) if self.dtype == "int8" else (torch.uint8, torch.bfloat16, (words, 2))
+        )
         if (
-            codes.dtype is not torch.int8
-            or scales.dtype is not torch.float32
-            or scales.shape != codes.shape[:-1]
+            (codes.dtype, scales.dtype, scales.shape[4:]) != expected
+            or scales.shape[:4] != codes.shape[:4]
             or not codes[:1].is_contiguous()
             or not scales[:1].is_contiguous()
         ):
             raise InvariantError(
-                f"int8 cache: {codes.dtype} {tuple(codes.shape)}, {scales.dtype} {tuple(scales.shape)}"
+                f"cache in codes: {codes.dtype} {tuple(codes.shape)}, {scales.dtype} {tuple(scales.shape)}"
             )
         self.codes = codes
         self.scales = scales
@@ -77,7 +87,7 @@ class CodedLayer:
             codes=codes.data_ptr(),
             scales=scales.data_ptr(),
             code_stride=codes.stride(0),
-            scale_stride=scales.stride(0),
+            scale_stride=scales.stride(0) * scales.itemsize // _WORD_BYTES,
         )
         self.address = ctypes.addressof(self._struct)
 
@@ -94,8 +104,8 @@ class _Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Int8Metadata:
-    """One step's plan for every layer; valid until the next `plan` of the same PagedInt8Attention."""
+class CodeMetadata:
+    """One step's plan for every layer; valid until the next `plan` of the same PagedCodeAttention."""
 
     step: _Step
     address: int
@@ -106,28 +116,30 @@ class Int8Metadata:
     """Arrays that the step points to, kept alive."""
 
 
-class PagedInt8Attention:
-    """Causal, grouped-query attention over an int8 cache, with optional sliding windows."""
+class PagedCodeAttention:
+    """Causal, grouped-query attention over a cache in codes, with optional sliding windows."""
 
     def __init__(
         self,
         library: KernelLibrary,
         shape: CpuAttentionShape,
+        code_dtype: str,
         *,
         windows: tuple[int | None, ...],
         num_threads: int,
         deterministic: bool = False,
     ) -> None:
-        """`shape.dtype`: of queries and results; `windows`: of all layers. Raises ConfigError as PagedAttention
-        does.
+        """`shape.dtype`: of queries and results; `code_dtype`: one of CODE_DTYPES; `windows`: of all layers. Raises
+        ConfigError as PagedAttention does.
         """
         self._paged = PagedAttention(library, shape, num_threads=num_threads, deterministic=deterministic)
         if shape.dtype not in _SUFFIXES:
             raise ConfigError(f"CPU attention computes in float32 and bfloat16, not {shape.dtype}")
         suffix = _SUFFIXES[shape.dtype]
-        self._attend_singles = library.function(f"tandem_attend_singles_int8_{suffix}", "pppipi")
-        self._restore = library.function(f"tandem_restore_int8_{suffix}", "ppiiipi")
+        self._attend_singles = library.function(f"tandem_attend_singles_{code_dtype}_{suffix}", "pppipi")
+        self._restore = library.function(f"tandem_restore_{code_dtype}_{suffix}", "ppiiipi")
         self.shape = shape
+        self.code_dtype = code_dtype
         self.num_threads = num_threads
         self._windows = tuple(dict.fromkeys(windows))
         self._in_place = not deterministic and shape.soft_cap is None
@@ -135,7 +147,7 @@ class PagedInt8Attention:
         self._blocks = torch.empty(0, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=shape.dtype)
         self._max_blocks = max(1, _RESTORED_BYTES // (self._vectors_per_block * shape.head_dim * shape.dtype.itemsize))
 
-    def plan(self, inputs: StepInputs) -> Int8Metadata:
+    def plan(self, inputs: StepInputs) -> CodeMetadata:
         """Lay out one step's work."""
         shape, num_singles = self.shape, inputs.num_single if self._in_place else 0
         tables = inputs.tables[:num_singles].astype(np.int32)
@@ -158,7 +170,7 @@ class PagedInt8Attention:
             num_threads=num_threads,
             scale=shape.score_scale,
         )
-        return Int8Metadata(
+        return CodeMetadata(
             step=step,
             address=ctypes.addressof(step),
             num_singles=num_singles,
@@ -167,7 +179,7 @@ class PagedInt8Attention:
         )
 
     def attend(
-        self, layer: CodedLayer, queries: Tensor, metadata: Int8Metadata, window: int | None, out: Tensor
+        self, layer: CodedLayer, queries: Tensor, metadata: CodeMetadata, window: int | None, out: Tensor
     ) -> None:
         """Attend in one layer; the step's keys and values must be in the cache already. Tensors as in
         PagedAttention.attend.
@@ -180,11 +192,12 @@ class PagedInt8Attention:
             and queries.shape[1:] == (shape.num_heads, shape.head_dim)
             and queries.stride()[1:] == (shape.head_dim, 1)
             and out.shape == (len(queries), shape.num_heads * shape.head_dim)
-            and layer.codes.shape[1:] == self._blocks.shape[1:]
+            and (*layer.codes.shape[1:4], layer.head_dim) == self._blocks.shape[1:]
+            and layer.dtype == self.code_dtype
         ):
             raise InvariantError(
                 f"attention of {shape}: queries {queries.dtype} {tuple(queries.shape)} {queries.stride()}, "
-                f"out {out.dtype} {tuple(out.shape)}, codes {tuple(layer.codes.shape)}"
+                f"out {out.dtype} {tuple(out.shape)}, {layer.dtype} codes {tuple(layer.codes.shape)}"
             )
         if singles:
             keys = _NO_WINDOW if window is None else window

@@ -1,4 +1,4 @@
-"""Compiled attention over an int8 cache against float64 over the same codes, and the fused write against torch."""
+"""Compiled attention over a cache in codes against float64 over the same codes, and the fused write against torch."""
 
 import copy
 import math
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.kernels.cpu.attention import CpuAttentionShape
-from engine.kernels.cpu.attention_int8 import CodedLayer, PagedInt8Attention
+from engine.kernels.cpu.attention_codes import CODE_DTYPES, CodedLayer, PagedCodeAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
 from engine.kernels.cpu.measure_attention import step_over
-from engine.kv_storage.kv_codes import restored, token_codes
+from engine.kv_storage.kv_codes import group_codes, restored, token_codes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.layers.norm import HeadNorm
 from engine.model.layers.rope import rotate_
@@ -23,6 +23,7 @@ from tandem.values.kv_layout import KVLayout
 
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
+ENCODE = {"int8": token_codes, "int4": group_codes}
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 1.5e-2, "rtol": 8e-3}}
 
@@ -41,10 +42,10 @@ def limited(request, library):
     return seen
 
 
-def int8_layer(num_blocks, num_kv_heads, block_size, head_dim):
+def coded_layer(code_dtype, num_blocks, num_kv_heads, block_size, head_dim):
     layout = KVLayout(
         model_fingerprint="",
-        dtype="int8",
+        dtype=code_dtype,
         num_layers=1,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -57,7 +58,7 @@ def int8_layer(num_blocks, num_kv_heads, block_size, head_dim):
 class Case:
     """A random step over shuffled blocks."""
 
-    def __init__(self, seed, dtype, **fixed):
+    def __init__(self, seed, dtype, code_dtype="int8", **fixed):
         rng = random.Random(seed)
         num_seqs, num_kv_heads = rng.randint(1, 5), rng.choice([1, 2, 3])
         group = fixed.pop("group", rng.choice(GROUPS))
@@ -76,9 +77,10 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         blocks = torch.randperm(num_blocks, generator=generator).numpy()
         self.inputs = step_over(starts, counts, size, blocks[:-1], spare=int(blocks[-1]))
-        self.codes, self.scales = int8_layer(num_blocks, s.num_kv_heads, size, s.head_dim)
+        self.code_dtype = code_dtype
+        self.codes, self.scales = coded_layer(code_dtype, num_blocks, s.num_kv_heads, size, s.head_dim)
         values = torch.randn(num_blocks, 2, s.num_kv_heads, size, s.head_dim, generator=generator)
-        codes, scales = token_codes(values * torch.logspace(-0.5, 0.3, s.num_kv_heads)[:, None, None])
+        codes, scales = ENCODE[code_dtype](values * torch.logspace(-0.5, 0.3, s.num_kv_heads)[:, None, None])
         self.codes.copy_(codes)
         self.scales.copy_(scales)
         rows = int(self.inputs.counts.sum())
@@ -86,8 +88,8 @@ class Case:
 
     def attend(self, library, *, threads=2, deterministic=False, max_blocks=None):
         windows = (None, self.window)
-        attention = PagedInt8Attention(
-            library, self.shape, windows=windows, num_threads=threads, deterministic=deterministic
+        attention = PagedCodeAttention(
+            library, self.shape, self.code_dtype, windows=windows, num_threads=threads, deterministic=deterministic
         )
         if max_blocks is not None:
             attention._max_blocks = max_blocks
@@ -120,32 +122,40 @@ class Case:
 
     def check(self, library, *, deterministic=False, **options):
         ours = self.attend(library, deterministic=deterministic, **options).double()
-        torch.testing.assert_close(ours, self.expected(deterministic), **TOLERANCE[self.shape.dtype])
+        tolerance = TOLERANCE[self.shape.dtype]
+        if self.code_dtype == "int4":
+            # Sums of codes that are all positive, less those of their minima: two bits of a float cancel.
+            tolerance = {name: max(bound, 4e-5) for name, bound in tolerance.items()}
+        torch.testing.assert_close(ours, self.expected(deterministic), **tolerance)
 
 
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(16))
-def test_cpu_int8_attention_random_steps_equal_float64(limited, dtype, seed):
-    case = Case(seed, dtype)
+def test_cpu_code_attention_random_steps_equal_float64(limited, dtype, seed, code_dtype):
+    case = Case(seed, dtype, code_dtype)
     case.check(limited, threads=1 + seed % 2, deterministic=seed % 3 == 0, max_blocks=9 if seed % 2 else None)
 
 
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_cpu_int8_attention_every_group_size_decodes_in_parts(library, dtype, group):
-    Case(group, dtype, group=group, starts=[1300, 700, 64, 3, 0], counts=[1] * 5).check(library)
+def test_cpu_code_attention_every_group_size_decodes_in_parts(library, dtype, group, code_dtype):
+    Case(group, dtype, code_dtype, group=group, starts=[1300, 700, 64, 3, 0], counts=[1] * 5).check(library)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(100, 260))
-def test_cpu_int8_attention_random_steps_match_reference(library, dtype, seed):
-    Case(seed, dtype).check(library, threads=1 + seed % 2, deterministic=seed % 3 == 0)
+def test_cpu_code_attention_random_steps_match_reference(library, dtype, seed, code_dtype):
+    Case(seed, dtype, code_dtype).check(library, threads=1 + seed % 2, deterministic=seed % 3 == 0)
 
 
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cpu_int8_attention_deterministic_row_is_independent_of_batch(library, dtype):
-    whole = Case(3, dtype, starts=[30, 0], counts=[50, 40])
+def test_cpu_code_attention_deterministic_row_is_independent_of_batch(library, dtype, code_dtype):
+    whole = Case(3, dtype, code_dtype, starts=[30, 0], counts=[50, 40])
     expected = whole.attend(library, deterministic=True)
     first = 0
     for i, count in enumerate(whole.inputs.counts.tolist()):
@@ -167,18 +177,33 @@ def test_cpu_int8_attention_deterministic_row_is_independent_of_batch(library, d
         first += count
 
 
-def test_cpu_int8_attention_restores_one_long_sequence_at_a_time(library):
+def test_cpu_code_attention_restores_one_long_sequence_at_a_time(library):
     case = Case(5, torch.float32, starts=[0, 200, 0], counts=[300, 20, 40])
-    attention = PagedInt8Attention(library, case.shape, windows=(None,), num_threads=1)
+    attention = PagedCodeAttention(library, case.shape, "int8", windows=(None,), num_threads=1)
     attention._max_blocks = 1
     groups = attention.plan(case.inputs).restored[None]
     assert [group.end_row - group.first_row for group in groups] == case.inputs.counts.tolist()
     case.check(library, max_blocks=1)
 
 
+def unpacked(codes):
+    return torch.stack((codes & 15, codes >> 4), -1).int() if codes.dtype is torch.uint8 else codes.int()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "has_norm"), [(64, True), (80, False), (40, True), (6, False)])
-def test_cpu_int8_write_codes_match_torch(library, dtype, head_dim, has_norm):
+@pytest.mark.parametrize("head_dim", [6, 40, 64, 96, 128])
+def test_cpu_int4_blocks_are_restored_to_the_bit(library, dtype, head_dim):
+    case = Case(2, dtype, "int4", head_dim=head_dim, starts=[0], counts=[150])
+    attention = PagedCodeAttention(library, case.shape, "int4", windows=(None,), num_threads=2)
+    blocks = attention.plan(case.inputs).restored[None][0].blocks
+    found = attention._restored(CodedLayer(case.codes, case.scales), blocks)
+    assert torch.equal(found, restored(case.codes[blocks], case.scales[blocks], dtype))
+
+
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "has_norm"), [(64, True), (80, False), (40, True), (6, False), (128, False)])
+def test_cpu_code_write_codes_match_torch(library, dtype, head_dim, has_norm, code_dtype):
     torch.manual_seed(head_dim)
     rows, heads, kv_heads, size = 37, 4, 2, 16
     shape = CpuAttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=size, dtype=dtype)
@@ -195,32 +220,38 @@ def test_cpu_int8_write_codes_match_torch(library, dtype, head_dim, has_norm):
     cos, sin = angles.cos(), angles.sin()
     rotate_(expected[:, : heads + kv_heads], torch.cat((cos, cos), 1)[:, None], torch.cat((-sin, sin), 1)[:, None])
     fresh = expected[:, heads:].view(rows, 2, kv_heads, head_dim).nan_to_num(0.0, 0.0, 0.0)
-    codes, scales = int8_layer(4, kv_heads, size, head_dim)
+    codes, scales = coded_layer(code_dtype, 4, kv_heads, size, head_dim)
     ops = CpuElementwise(library, dtype, num_threads=2)
     weight = None if norm is None else torch.cat((norm.query.expand(heads, -1), norm.key.expand(kv_heads, -1)))
     plan = ops.plan_rotation(shape, cos, sin, slots.numpy())
-    ops.qk_norm_rope_write_int8(plan, qkv, CodedLayer(codes, scales), weight, 1e-6)
+    ops.qk_norm_rope_encode(plan, qkv, CodedLayer(codes, scales), weight, 1e-6)
     where = (slots // size, slice(None), slice(None), slots % size)
-    wanted, wanted_scales = token_codes(fresh)
-    torch.testing.assert_close(scales[where], wanted_scales, atol=1e-9, rtol=1e-5)
-    apart = (codes[where].int() - wanted.int()).abs()
-    assert apart.max() <= 1  # a value within rounding of the middle between two codes may get either
+    wanted, wanted_scales = ENCODE[code_dtype](fresh)
+    # A value within rounding of the middle between two codes, or of two numbers in bfloat16, may become either.
+    torch.testing.assert_close(scales[where], wanted_scales, atol=1e-9, rtol=1e-5 if code_dtype == "int8" else 8e-3)
+    apart = (unpacked(codes[where]) - unpacked(wanted)).abs()
+    assert apart.max() <= 1
     assert (apart > 0).float().mean() < 2e-3
     assert not codes[where][3].any()
     untouched = torch.ones(4 * size, dtype=torch.bool).index_fill(0, slots, False).nonzero()[:, 0]
     assert not codes[untouched // size, :, :, untouched % size].any()
 
 
-def test_cpu_int8_attention_unsupported_shape_is_refused(library):
+def test_cpu_code_attention_unsupported_shape_is_refused(library):
     case = Case(1, torch.float32)
     with pytest.raises(ConfigError, match=r"not torch\.float16"):
-        PagedInt8Attention(library, replace(case.shape, dtype=torch.float16), windows=(None,), num_threads=1)
-    with pytest.raises(InvariantError, match="int8 cache"):
+        PagedCodeAttention(library, replace(case.shape, dtype=torch.float16), "int8", windows=(None,), num_threads=1)
+    with pytest.raises(InvariantError, match="cache in codes"):
         CodedLayer(case.codes, case.scales[..., :1])
-    with pytest.raises(InvariantError, match="int8 cache"):
+    with pytest.raises(InvariantError, match="cache in codes"):
         CodedLayer(case.codes.float(), case.scales)
-    attention = PagedInt8Attention(library, case.shape, windows=(None,), num_threads=1)
+    attention = PagedCodeAttention(library, case.shape, "int8", windows=(None,), num_threads=1)
     out = torch.empty(len(case.qkv), 1)
     layer, plan = CodedLayer(case.codes, case.scales), attention.plan(case.inputs)
     with pytest.raises(InvariantError, match="attention of"):
         attention.attend(layer, case.qkv[:, : case.shape.num_heads], plan, None, out)
+    other, out = Case(1, torch.float32, "int4"), torch.empty(len(case.qkv), case.shape.num_heads * case.shape.head_dim)
+    with pytest.raises(InvariantError, match="int4 codes"):
+        attention.attend(
+            CodedLayer(other.codes, other.scales), case.qkv[:, : case.shape.num_heads], plan, case.window, out
+        )
