@@ -111,11 +111,13 @@ class EngineSection(PinnedShares):
     """`auto`: compiled kernels (C++ on a CPU, Triton on CUDA) where available, with a log line where not."""
     quantization: Quantization = "auto"
     """How matrices are held and multiplied. `stored`: as a quantized checkpoint has them, where a CPU has kernels for
-    it and `model.dtype` is bfloat16 (docs/use/models.md), else restored; `none`: restored; `auto`: `stored` but where
-    there is AMX, whose tiles compute prompts faster from restored weights. On CPUs in bfloat16, of float or restored
-    weights: `int8`: weights in eight bits by output column, inputs by row; `int4`: the layers' weights in four bits by
-    groups of 32, inputs in eight bits by the same groups, the head as with `int8`.
-    See docs/extend/measurements.md for the loss of accuracy."""
+    it and `model.dtype` is bfloat16 (docs/use/models.md), else restored; `none`: restored; `auto`: codes of integers as
+    with `stored` where there is no AMX, whose tiles compute prompts faster from restored weights, all else as with
+    `none`. On CPUs in bfloat16, of float or restored weights: `int8`: weights in eight bits by output column, inputs by
+    row; `int4`: the layers' weights in four bits by groups of 32, inputs in eight bits by the same groups, the head as
+    with `int8`. On CPUs in bfloat16 or float32, inputs as they are, the head as with `int8` in bfloat16 only: `fp8`:
+    the layers' weights in E4M3 by output column; `nf4`: in bitsandbytes' NF4 by blocks of 64. Both save memory, not
+    time. See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
     See docs/extend/measurements.md for the loss of accuracy."""

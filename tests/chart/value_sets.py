@@ -321,6 +321,10 @@ BAD: dict[str, tuple[Values, str]] = {
         {"config": {"decode": {"quantization": "int4"}}, "decode": {"gpu": {"enabled": True}}},
         "config.decode.quantization: int4",
     ),
+    "fp8 on a GPU": (
+        {"config": {"engine": {"quantization": "fp8"}}, "prefill": {"gpu": {"enabled": True}}},
+        "config.engine.quantization: fp8",
+    ),
     "shared memory between pods": ({"config": {"transfer": {"transport": "shm"}}}, "config.transfer.transport: shm"),
     "nixl over everybody's network": (
         {"config": {"transfer": {"transport": "nixl"}}},

@@ -205,6 +205,7 @@ class CudaBackend:
 
     packs_matrices = False
     keeps_stored = False
+    quantizes_to = None
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises ConfigError for a quantization."""

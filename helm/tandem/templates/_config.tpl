@@ -235,7 +235,7 @@ builtin
 {{- fail (printf "%s.nodesPerWorker: %d: GPUs of several nodes cannot hand off KV yet: one node per worker, or config.prefill.replicas: 0" .name (int .pool.nodesPerWorker)) -}}
 {{- end -}}
 {{- $quantization := .settings.quantization | default .c.engine.quantization -}}
-{{- if and .pool.gpu.enabled (has $quantization (list "int8" "int4")) -}}
+{{- if and .pool.gpu.enabled (has $quantization (list "int8" "int4" "fp8" "nf4")) -}}
 {{- fail (printf "config.%s.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" (ternary .name "engine" (not (empty .settings.quantization))) $quantization .name) -}}
 {{- end -}}
 {{- if and .pool.rdma.enabled (not .c.transfer.isolated_network) -}}
