@@ -25,6 +25,8 @@ SETTINGS: Mapping[str, Precision] = {
     "bfloat16": Precision(dtype="bfloat16"),
     "int8": Precision(dtype="bfloat16", quantization="int8"),
     "int4": Precision(dtype="bfloat16", quantization="int4"),
+    "fp8": Precision(dtype="bfloat16", quantization="fp8"),
+    "nf4": Precision(dtype="bfloat16", quantization="nf4"),
     "int8-kv": Precision(dtype="bfloat16", kv_dtype="int8"),
     "fp8-kv": Precision(dtype="bfloat16", kv_dtype="fp8_e4m3"),
     "int4-kv": Precision(dtype="bfloat16", kv_dtype="int4"),

@@ -20,6 +20,7 @@ from tandem.config.cluster import ClusterConfig
 from tandem.config.pools import PoolConfig
 from tandem.rpc.hosts import join, reachable
 from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
+from tandem.values.quantization import QUANTIZED_DTYPES
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
@@ -184,10 +185,11 @@ def _weights_of_pools(config: ClusterConfig, processes: Sequence[ProcessView], d
 
 def _weights(ready: Mapping[str, Any], quantization: str, dtype: str) -> str:
     name = ready["weight_format"]
+    if quantization in QUANTIZED_DTYPES:
+        return f"restored to {dtype} from {name}, then quantized as {quantization}"
     if kept := ready.get("matrices_as_stored"):
         return f"{name}: {kept} matrices are multiplied as stored, any others restored to {dtype}"
-    again = "" if quantization in ("auto", "stored", "none") else f", then quantized as {quantization}"
-    return f"restored to {dtype} from {name}{again}"
+    return f"restored to {dtype} from {name}"
 
 
 def _ranks(pool: PoolConfig) -> str:

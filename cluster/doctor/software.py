@@ -20,6 +20,7 @@ from tandem.model_path import BUILTIN, is_local_model, model_directory
 from tandem.native.build import COMPILERS, prebuilt_library
 from tandem.process.gpu_host import GpuHost, NvidiaHost
 from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
+from tandem.values.quantization import QUANTIZED_DTYPES
 from tandem.values.roles import WorkerRole
 
 MIN_PYTHON = (3, 11)
@@ -239,7 +240,9 @@ def dtype(config: ClusterConfig) -> list[Finding]:
         return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="set model.dtype")]
     chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
     quantized = {config.engine_of(pool).quantization for pool in (config.prefill, config.decode) if pool.replicas}
-    if (wanted := sorted(quantized & {"int8", "int4"})) and found != "bfloat16":
+    has_gpus = config.engine.device != "cpu" and bool(NvidiaHost(os.environ).names())
+    of_gpus = ("float16",) if has_gpus else ()
+    if wanted := sorted(one for one in quantized if found not in (*QUANTIZED_DTYPES.get(one, (found,)), *of_gpus)):
         detail = f"{found}{chosen}, in which nothing is quantized as {wanted[0]}: workers would not start"
         return [Finding(name="dtype", status=Status.FAIL, detail=detail, hint="set model.dtype: bfloat16")]
     if not config.pools_quantize_alike:

@@ -14,7 +14,7 @@ class BackendOptions:
     kernels: str = "auto"
     quantization: str = "none"
     """"none", "stored" (matrices of quantized checkpoints stay as they are where kernels multiply them so), "auto" (the
-    same, but where restored ones are faster), "int8" or "int4"."""
+    same, but where restored ones are faster), "int8", "int4", "fp8" or "nf4"."""
     kv_dtype: str = "auto"
     deterministic: bool = False
     num_threads: int = 1

@@ -40,6 +40,7 @@ class TorchBackend:
     name = "torch"
     packs_matrices = False
     keeps_stored = False
+    quantizes_to = None
 
     def __init__(self, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionPlan, AttentionSpec
 from engine.model.layers.norm import RowNorm
@@ -171,6 +172,11 @@ class Backend(Protocol):
     @property
     def keeps_stored(self) -> bool:
         """Whether it keeps any stored matrix: else none has to be read."""
+        ...
+
+    @property
+    def quantizes_to(self) -> WeightScheme | None:
+        """What the loader quantizes the projections' matrices to, however they are stored; None: it does not."""
         ...
 
     def keeps(self, matrix: StoredMatrix) -> bool:

@@ -2,7 +2,7 @@
 
 A matrix that the backend packs is a view of the file meanwhile, one that it keeps as it is stored is not restored. A
 rank of several reads only its own parts of the tensors, except for the fingerprint's samples. Of a quantized matrix it
-reads the whole, which is small, and takes its part.
+reads the whole, which is small, and takes its part; of one that is quantized here, all that its part's scales are of.
 """
 
 import logging
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
+from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.sources import TensorSource, open_source
-from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, join
+from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, join, stack
 from engine.model.config import load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
@@ -24,7 +25,7 @@ from engine.model.layers.norm import HeadNorm, RowNorm, SplitRowNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
 from engine.model.parameters import LAYERS, StoredPart, expected_shapes, parameter_table
-from engine.model.shard import Shard
+from engine.model.shard import Shard, TensorSlice
 from engine.model.spec import LayerSpec, ModelSpec, NormKind, QKNorm
 from tandem.errors import ConfigError
 from tandem.process.host_memory import return_freed_memory
@@ -54,7 +55,9 @@ def load_model(
         if is_first and (summary := source.summary) is not None:
             _log.info("%s", summary)
         model = build_model(config, source, backend=backend, progress=progress, group=group)
-    if is_first and model.num_kept:
+    if is_first and (scheme := backend.quantizes_to) is not None:
+        _log.info("%d matrices are quantized as %s, and multiplied so", model.num_kept, scheme.value)
+    elif is_first and model.num_kept:
         _log.info("but %d matrices are multiplied as they are stored", model.num_kept)
     return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
@@ -203,8 +206,36 @@ class _Loader:
         biases = self._table.get(key + ".bias", ())
         has_bias = any(self._shard.holds(part) for part in biases)
         bias = self._fill(key + ".bias") if has_bias else None
+        if (scheme := self._backend.quantizes_to) is not None:
+            return self._quantized(key + ".weight", scheme), bias
         stored = self._kept(key + ".weight")
         return (self._fill(key + ".weight", is_matrix=True) if stored is None else stored), bias
+
+    def _quantized(self, key: str, scheme: WeightScheme) -> Weight:
+        """This rank's parts, quantized: as one matrix if the backend takes it so, else restored from the codes."""
+        parts = [part for part in self._table[key] if self._shard.holds(part)]
+        self._release_views()
+        whole = stack([self._quantized_part(part, scheme) for part in parts])
+        if not self._backend.keeps(whole):
+            return whole.dequantized(self._backend.dtype).to(self._backend.device)
+        self._kept_names |= {part.name for part in parts}
+        return whole
+
+    def _quantized_part(self, part: StoredPart, scheme: WeightScheme) -> StoredMatrix:
+        """This rank's part of a quantized matrix. Raises ConfigError for values that are not finite."""
+        cut = self._shard.slice(part)
+        read = scheme.needed(part.shape, cut)
+        values = _restored(part, self._source.tensor(part.name, read))
+        try:
+            matrix = scheme.quantize(values)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint: {part.name} {error}") from None
+        self._source.forget(part.name)
+        self._advance(prod(self._local_shape(part)))
+        if cut is None or read == cut:
+            return matrix
+        first = 0 if read is None else read.begin
+        return matrix.part(TensorSlice(dim=cut.dim, begin=cut.begin - first, end=cut.end - first))
 
     def _kept(self, key: str) -> StoredMatrix | None:
         """This rank's stored parts as one matrix, if the backend keeps it so."""
@@ -217,6 +248,8 @@ class _Loader:
             matrix = self._source.matrix(part.name, self._shard.slice(part))
             if matrix is None or not self._backend.keeps(matrix):
                 return None
+            if not matrix.has_finite_codes():
+                raise ConfigError(f"checkpoint: {part.name} has codes that are not finite")
             found.append(matrix)
         whole = join(found)
         if whole is None or not self._backend.keeps(whole):

@@ -5,13 +5,11 @@ directory has the weights that `engine.quantization` would have made. Scales of 
 farthest from zero, of either sign, then has the code -8, which codes of two's complement have and 8 not.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from engine.model.checkpoints.packing import pack_nibbles
-from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix
+from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix, row_blocks
 from tandem.errors import ConfigError
 
 _LOWEST, _HIGHEST = -8, 7
@@ -20,8 +18,6 @@ _ZERO = 8
 _CANDIDATES = tuple(-9.0 + 0.25 * i for i in range(13))
 """What the value farthest from zero may be, in units of a scale that is tried."""
 _LARGEST_BYTE = 127.0
-_BLOCK_VALUES = 2**20
-"""Values rounded at a time: several copies of a whole matrix would be memory on top of it."""
 
 
 def best_scales(groups: Tensor) -> Tensor:
@@ -59,7 +55,7 @@ def round_groups(weight: Tensor, group_size: int) -> GroupIntMatrix:
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
     scale = torch.empty(rows, columns // group_size, dtype=torch.float16, device=weight.device)
-    for begin, end in _row_blocks(rows, columns):
+    for begin, end in row_blocks(rows, columns):
         groups = weight[begin:end].float().reshape(-1, group_size)
         found = best_scales(groups)
         codes[begin:end] = nearest_codes(groups, found[:, None]).view(-1, columns)
@@ -89,7 +85,7 @@ def round_rows(weight: Tensor) -> Int8Matrix:
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
     scale = torch.empty(rows, device=weight.device)
-    for begin, end in _row_blocks(rows, columns):
+    for begin, end in row_blocks(rows, columns):
         values = weight[begin:end].float()
         largest = values.abs().amax(dim=1)
         if not bool(torch.isfinite(largest).all()):
@@ -98,9 +94,3 @@ def round_rows(weight: Tensor) -> Int8Matrix:
         codes[begin:end] = (values * factor[:, None]).round_()
         scale[begin:end] = largest / _LARGEST_BYTE
     return Int8Matrix(codes=codes, scale=scale, rounds_inputs=True)
-
-
-def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _BLOCK_VALUES // columns)
-    for begin in range(0, rows, step):
-        yield begin, min(rows, begin + step)

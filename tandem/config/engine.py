@@ -112,11 +112,13 @@ class EngineSection(PinnedShares):
     quantization: Quantization = "auto"
     """How matrices are held and multiplied. `stored`: as a quantized checkpoint has them, where there are kernels for
     it, on CPUs in bfloat16, on GPUs in bfloat16 and float16 (docs/use/models.md), else restored; `none`: restored;
-    `auto`: `stored` but where there is AMX, whose tiles compute prompts faster from restored weights. Of float or
-    restored weights, on CPUs in bfloat16: `int8`: weights in eight bits by output column, inputs by row; `int4`: the
-    layers' weights in four bits by groups of 32, inputs in eight bits by the same groups, the head as with `int8`. On
-    GPUs, in bfloat16 and float16: the same weights; inputs as they are, of those in eight bits also by row.
-    See docs/extend/measurements.md for the loss of accuracy."""
+    `auto`: on GPUs as `stored`; on CPUs codes of integers, where there is no AMX, whose tiles compute prompts faster
+    from restored weights, all else as with `none`. Of float or restored weights, on CPUs in bfloat16: `int8`: weights
+    in eight bits by output column, inputs by row; `int4`: the layers' weights in four bits by groups of 32, inputs in
+    eight bits by the same groups, the head as with `int8`. On GPUs, in bfloat16 and float16: the same weights; inputs
+    as they are, of those in eight bits also by row. On CPUs alone, in bfloat16 or float32, inputs as they are, the head
+    as with `int8` in bfloat16 only: `fp8`: the layers' weights in E4M3 by output column; `nf4`: in bitsandbytes' NF4 by
+    blocks of 64. Both save memory, not time. See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; `int8` and `fp8_e4m3` take about half of bfloat16's
     memory, `int4`, which only CPUs compute, 9/32 of it. See docs/extend/measurements.md for the loss of accuracy."""

@@ -12,7 +12,7 @@ from tandem.rpc.hosts import is_loopback, split
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Literal[16, 32, 64]
 CacheDtype = Literal["auto", "int8", "fp8_e4m3", "int4"]
-Quantization = Literal["auto", "stored", "none", "int8", "int4"]
+Quantization = Literal["auto", "stored", "none", "int8", "int4", "fp8", "nf4"]
 MAX_REPLICAS = 256
 """Maximum number of workers of one pool that one machine may start."""
 MAX_TENSOR_PARALLEL = 64

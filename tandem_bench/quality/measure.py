@@ -14,11 +14,12 @@ from router.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, InvalidRequest
 from tandem.model_path import model_directory
 from tandem.values.kv_layout import AUTO_DTYPE
+from tandem.values.quantization import QUANTIZED_DTYPES
 from tandem_bench.quality.engine_forward import EngineForward, Precision
 from tandem_bench.quality.questions import Question, json_questions, needle_questions
 from tandem_bench.quality.text_scores import TextScores, expectations, story_windows, text_windows
 from tandem_bench.report import Row, figure
-from worker.decisions.quality_gate import LIMITS, MADE_AT_LOAD, QualityGate, scheme_of
+from worker.decisions.quality_gate import LIMITS, QualityGate, scheme_of
 
 _SAMPLE_CHARS = 1 << 16
 LM_EVAL = "lm_eval:"
@@ -50,13 +51,14 @@ class Plan:
 
 
 def resolve_precision(model: str, *, dtype: str, quantization: str, kv_dtype: str) -> Precision:
-    """Resolve the dtype `auto`: to bfloat16 for weights that are quantized at load, which need it, else to the model's.
+    """Resolve the dtype `auto`: to the model's, or to bfloat16 where weights cannot be quantized so at load in that.
 
     Raises ConfigError when the model cannot be read.
     """
-    if dtype == AUTO_DTYPE and quantization in MADE_AT_LOAD:
-        dtype = "bfloat16"
-    return Precision(dtype=resolve_dtype(dtype, model), quantization=quantization, kv_dtype=kv_dtype)
+    found = resolve_dtype(dtype, model)
+    if dtype == AUTO_DTYPE and found not in QUANTIZED_DTYPES.get(quantization, (found,)):
+        found = "bfloat16"
+    return Precision(dtype=found, quantization=quantization, kv_dtype=kv_dtype)
 
 
 class Comparison:

@@ -77,6 +77,10 @@ GOOD: dict[str, Values] = {
         "decode": {"nodesPerWorker": 2},
         "tls": {"kv": _ISSUED},
     },
+    "int4 on a GPU": {
+        "config": {"decode": {"quantization": "int4"}, "model": {"dtype": "bfloat16"}},
+        "decode": {"gpu": {"enabled": True}},
+    },
     "stated shm": {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"shmSize": "2Gi"}},
     "racks": {"prefill": {"rackLabel": "topology.kubernetes.io/zone"}, "decode": {"rackLabel": "rack"}},
     "racks that pods do not know": {"decode": {"rackLabel": "no.such.label"}},
@@ -326,13 +330,13 @@ BAD: dict[str, tuple[Values, str]] = {
         },
         "planner.enabled: decode.nodesPerWorker is 2",
     ),
-    "int8 on a GPU": (
-        {"config": {"engine": {"quantization": "int8"}}, "decode": {"gpu": {"enabled": True}}},
-        "config.engine.quantization: int8",
+    "nf4 on a GPU": (
+        {"config": {"decode": {"quantization": "nf4"}}, "decode": {"gpu": {"enabled": True}}},
+        "config.decode.quantization: nf4",
     ),
-    "int4 on a GPU": (
-        {"config": {"decode": {"quantization": "int4"}}, "decode": {"gpu": {"enabled": True}}},
-        "config.decode.quantization: int4",
+    "fp8 on a GPU": (
+        {"config": {"engine": {"quantization": "fp8"}}, "prefill": {"gpu": {"enabled": True}}},
+        "config.engine.quantization: fp8",
     ),
     "shared memory between pods": ({"config": {"transfer": {"transport": "shm"}}}, "config.transfer.transport: shm"),
     "nixl over everybody's network": (

@@ -12,10 +12,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tandem.errors import ConfigError
+from tandem.values.quantization import QUANTIZED_DTYPES
 
 MAX_GATE_BYTES = 64 << 20
-MADE_AT_LOAD = ("int8", "int4")
-"""Values of `engine.quantization` that quantize float weights while they are loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,8 @@ LIMITS: Mapping[str, Limits] = {
     "float": Limits(perplexity_percent=1.0, divergence_nats=0.01),
     "int8": Limits(perplexity_percent=1.0, divergence_nats=0.01),
     "int4": Limits(perplexity_percent=5.0),
+    "fp8": Limits(perplexity_percent=1.0, divergence_nats=0.01),
+    "nf4": Limits(perplexity_percent=5.0),
     "stored": Limits(perplexity_percent=5.0),
 }
 """By scheme of the weights: `stored` is a quantized checkpoint, of any number of bits.
@@ -45,7 +46,7 @@ so that no limit would tell a good scheme from a bad one.
 
 def scheme_of(quantization: str, weight_format: str | None) -> str:
     """Return the key of LIMITS for `engine.quantization` of a checkpoint; `weight_format`: None for float weights."""
-    if quantization in MADE_AT_LOAD:
+    if quantization in QUANTIZED_DTYPES:
         return quantization
     return "float" if weight_format is None else "stored"
 

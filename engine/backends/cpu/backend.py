@@ -33,6 +33,7 @@ from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.backend import Closing, Embedding, Norm, Projection, ProjectionRole, RecordableModel, StepGraphs
+from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.norm import RowNorm
@@ -42,6 +43,7 @@ from engine.sampling.backend import SamplingKernels
 
 _CACHE_LINE_BYTES = 64
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+_WEIGHT_SCHEMES = tuple(scheme.value for scheme in WeightScheme)
 
 
 class BufferedProjection:
@@ -178,15 +180,20 @@ class CpuBackend:
         has_tiles = best_arithmetic(library.features, self.dtype) is Arithmetic.BF16
         keeps = options.quantization == "stored" or (options.quantization == "auto" and not has_tiles)
         self.keeps_stored = keeps and self.dtype is torch.bfloat16
+        # Codes of floats save memory, not time: they are no faster than restored weights, and prompts may be slower.
+        self._keeps_floats = options.quantization != "auto"
         quantization = "none" if options.quantization in ("auto", "stored") else options.quantization
-        if quantization != "none" and self.dtype is not torch.bfloat16:
+        self.quantizes_to = WeightScheme(quantization) if quantization in _WEIGHT_SCHEMES else None
+        of_packed = "none" if self.quantizes_to is not None else quantization
+        if of_packed != "none" and self.dtype is not torch.bfloat16:
             raise KernelsUnavailable(
                 f"{quantization} projections work on bfloat16 activations: set model.dtype to bfloat16"
             )
-        self._arithmetic = best_arithmetic(library.features, self.dtype, quantization=quantization)
+        self._arithmetic = best_arithmetic(library.features, self.dtype, quantization=of_packed)
         # The head decides between tokens, and no later layer averages its error out: never fewer than eight bits.
+        is_head_int8 = quantization != "none" and self.dtype is torch.bfloat16
         self._head_arithmetic = best_arithmetic(
-            library.features, self.dtype, quantization="none" if quantization == "none" else "int8"
+            library.features, self.dtype, quantization="int8" if is_head_int8 else "none"
         )
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._activations = CpuActivations(library, self.dtype, num_threads=options.num_threads)
@@ -196,7 +203,10 @@ class CpuBackend:
             self.name += f"-{quantization}"
 
     def keeps(self, matrix: StoredMatrix) -> bool:
-        return self.keeps_stored and stored_arithmetic(self._library.features, matrix) is not None
+        if not self.keeps_stored and self.quantizes_to is None:
+            return False
+        found = stored_arithmetic(self._library.features, matrix, self.dtype)
+        return found is not None and (self._keeps_floats or not found.is_of_floats)
 
     def projection(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> Projection:
         taken = self._input_tiles(weight, role)
@@ -292,7 +302,7 @@ class CpuBackend:
         return self._pack(weight, None, self._head_arithmetic, Epilogue.STORE_FLOAT32, taken)
 
     def _pack_layer(self, weight: Weight, bias: Tensor | None, epilogue: Epilogue, tiles: Tiles) -> PackedLinear:
-        stored = None if isinstance(weight, Tensor) else stored_arithmetic(self._library.features, weight)
+        stored = None if isinstance(weight, Tensor) else stored_arithmetic(self._library.features, weight, self.dtype)
         return self._pack(weight, bias, stored or self._arithmetic, epilogue, tiles)
 
     def _pack(
@@ -314,7 +324,7 @@ class CpuBackend:
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
         """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, all matrices in bf16; else none."""
-        can = self._arithmetic is Arithmetic.BF16 and not self.keeps_stored
+        can = self._arithmetic is Arithmetic.BF16 and not self.keeps_stored and self.quantizes_to is None
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
 

@@ -61,6 +61,7 @@ class CudaBackend:
     """Implements engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
 
     packs_matrices = False
+    quantizes_to = None
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises ConfigError for a quantization that is unknown, or that `options.dtype` cannot have."""
@@ -182,7 +183,7 @@ class CudaBackend:
         if options.quantization in ("none", "auto", "stored"):
             return None
         if options.quantization not in _ROUNDED_BITS:
-            raise ConfigError(f"engine.quantization {options.quantization!r:.40} is unknown to the GPU kernels")
+            raise ConfigError(f"engine.quantization {options.quantization!r:.40} is not made by the GPU kernels")
         if self.dtype is torch.float32:
             raise ConfigError(
                 f"engine.quantization is {options.quantization}, whose weights multiply 16-bit rows on a GPU: "

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.library import CpuFeatures, KernelLibrary
-from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix, StoredMatrix, Weight, as_tensor
+from engine.model.checkpoints.stored_matrix import (
+    Fp8Matrix,
+    GroupIntMatrix,
+    Int8Matrix,
+    StoredMatrix,
+    Table16Matrix,
+    Weight,
+    as_tensor,
+)
 
 PANEL = 32
 """Output columns packed, and computed, together; csrc/linear.h: kPanel."""
@@ -32,6 +40,10 @@ _GROUP = 32
 _HALF_GROUP = 16
 _MAX_ZERO = 255
 _LEAST_HALF, _LARGEST_HALF = 2.0**-14, 65504.0
+
+# csrc/scaled_codes.h: kGroupDepth; scales that can be multiplied by kScale
+_CODES_GROUP = 64
+_LARGEST_SCALE = 2.0**100
 
 
 class Epilogue(IntEnum):
@@ -63,11 +75,22 @@ class Arithmetic(Enum):
     INT8_HALVES = "int8_halves"  # with a scale for each 16 of the depth
     INT8_OFFSET_HALVES = "int8_offset_halves"  # so, and a number for each 32 is added to each product of code and scale
     FLOAT32 = "f32"
+    # Only weights that are stored so: codes of floats, which are multiplied as floats, by rows that are not rounded.
+    FP8 = "fp8"  # E4M3; bf16 in and out
+    FP8_FLOAT32 = "fp8_f32"  # the same packing; float32 in and out
+    TABLE16 = "table16"  # places in a table of 16 values; bf16 in and out
+    TABLE16_FLOAT32 = "table16_f32"
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights that are packed, and of the rows that are multiplied."""
-        return torch.float32 if self is Arithmetic.FLOAT32 else torch.bfloat16
+        is_float32 = self in (Arithmetic.FLOAT32, Arithmetic.FP8_FLOAT32, Arithmetic.TABLE16_FLOAT32)
+        return torch.float32 if is_float32 else torch.bfloat16
+
+    @property
+    def packing(self) -> str:
+        """Beginning of the names of the C functions that pack weights."""
+        return "f32" if self is Arithmetic.FLOAT32 else self.value.removesuffix("_f32")
 
     @property
     def has_groups(self) -> bool:
@@ -79,6 +102,11 @@ class Arithmetic(Enum):
         """Whether weights have one scale for each output column."""
         return self in (Arithmetic.INT8, Arithmetic.INT8_DOT, Arithmetic.INT8_VECTORS)
 
+    @property
+    def is_of_floats(self) -> bool:
+        """Whether weights are codes of floats."""
+        return self in _OF_FLOATS
+
 
 _GROUPED = (
     Arithmetic.INT4,
@@ -89,6 +117,7 @@ _GROUPED = (
     Arithmetic.INT8_HALVES,
     Arithmetic.INT8_OFFSET_HALVES,
 )
+_OF_FLOATS = (Arithmetic.FP8, Arithmetic.FP8_FLOAT32, Arithmetic.TABLE16, Arithmetic.TABLE16_FLOAT32)
 _WITH_OFFSETS = (Arithmetic.INT4_OFFSETS, Arithmetic.INT8_OFFSETS, Arithmetic.INT8_OFFSET_HALVES)
 
 
@@ -159,6 +188,8 @@ class PackedLinear:
         panels = -(-self.columns // (PANEL // 2 if gated else PANEL))
         self._bias = None if bias is None else _packed_bias(bias, panels, gated=gated)
         self._scales = torch.zeros(panels * PANEL) if arithmetic.has_column_scales else None
+        if isinstance(weight, Table16Matrix):
+            self._scales = weight.table.float().clone()  # what the codes are places in
         self._packed = self._pack(library, weight, panels, gated=gated)
         self._record = _Linear(
             weights=self._packed.data_ptr(),
@@ -173,7 +204,7 @@ class PackedLinear:
         self._reference = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
-        embeds = not arithmetic.has_groups and not gated
+        embeds = not arithmetic.has_groups and not arithmetic.is_of_floats and not gated
         signature = "piipipii" if self._scales is None else "ppiipipii"
         self._embed = library.function(f"tandem_{name}_embed", signature, "i") if embeds else None
 
@@ -208,11 +239,11 @@ class PackedLinear:
         """Copy rows `ids` (int64) of the weight to `out` `[num_ids, depth]`: tied embeddings need no second copy. Rows
         of int8 weights are those that are stored, rounded.
 
-        Raises IndexError for an id that is not a column, ValueError when the packing cannot be looked up (int4,
-        gates) or a tensor is of the wrong kind.
+        Raises IndexError for an id that is not a column, ValueError when the packing cannot be looked up (int4, codes
+        of floats, gates) or a tensor is of the wrong kind.
         """
         if self._embed is None:
-            raise ValueError("int4 weights and gates cannot be looked up")
+            raise ValueError("int4 weights, codes of floats and gates cannot be looked up")
         if ids.dtype is not torch.int64 or ids.dim() != 1 or ids.stride(0) != 1:
             raise ValueError(f"ids are contiguous int64, not {ids.dtype} with strides {ids.stride()}")
         if out.shape != (ids.shape[0], self.depth) or out.stride(1) != 1 or out.dtype is not self.dtype:
@@ -235,7 +266,7 @@ class PackedLinear:
             raise ValueError(f"tiles hold whole {TILE_COLUMNS} elements of a row, not {sizes}")
 
     def _pack(self, library: KernelLibrary, weight: Weight, panels: int, *, gated: bool) -> Tensor:
-        name = self.arithmetic.value
+        name = self.arithmetic.packing
         packed = huge_bytes(library, library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, self.depth))
         if isinstance(weight, Int8Matrix):
             assert self._scales is not None  # noqa: S101  # narrows: of int8
@@ -270,6 +301,9 @@ class PackedLinear:
                 self.num_threads,
             )
             return packed
+        if isinstance(weight, Fp8Matrix | Table16Matrix):
+            self._pack_floats(library, weight, packed, gated=gated)
+            return packed
         weight = as_tensor(weight)
         source = (weight.data_ptr(), weight.stride(0), self.columns, self.depth, int(gated), packed.data_ptr())
         if self._scales is None:
@@ -277,6 +311,25 @@ class PackedLinear:
         else:
             library.function(f"tandem_{name}_pack", "piiiippi")(*source, self._scales.data_ptr(), self.num_threads)
         return packed
+
+    def _pack_floats(
+        self, library: KernelLibrary, weight: Fp8Matrix | Table16Matrix, packed: Tensor, *, gated: bool
+    ) -> None:
+        if isinstance(weight, Fp8Matrix):
+            codes, scale, group_size = weight.codes.view(torch.uint8), weight.row_scales(), weight.block_columns
+        else:
+            codes, scale, group_size = weight.codes, weight.scale, weight.group_size
+        codes, scale = codes.contiguous(), scale.float().contiguous()
+        library.function(f"tandem_{self.arithmetic.packing}_pack", "ppiiiipi")(
+            codes.data_ptr(),
+            scale.data_ptr(),
+            group_size,
+            self.columns,
+            self.depth,
+            int(gated),
+            packed.data_ptr(),
+            self.num_threads,
+        )
 
 
 def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantization: str = "none") -> Arithmetic:
@@ -318,16 +371,27 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
             return features.avx2
 
 
-def stored_arithmetic(features: CpuFeatures, matrix: StoredMatrix) -> Arithmetic | None:
-    """What multiplies a stored matrix by its very codes; None where nothing does.
+def stored_arithmetic(
+    features: CpuFeatures, matrix: StoredMatrix, dtype: torch.dtype = torch.bfloat16
+) -> Arithmetic | None:
+    """What multiplies a stored matrix by its very codes, and rows of `dtype`; None where nothing does.
 
     Signed bytes by row that are meant for rounded inputs. Codes of four or eight bits by runs of a multiple of 32
     columns, those of eight also of 16, whose scales, and what is added to products, half precision holds at least up to
-    rounding.
+    rounding. Finite codes of floats, E4M3 or of a table, by runs of a multiple of 64 columns; these by rows in float32,
+    too.
     """
+    if isinstance(matrix, Fp8Matrix | Table16Matrix):
+        return _floats_arithmetic(matrix, dtype)
+    if dtype is not torch.bfloat16:
+        return None
     if isinstance(matrix, Int8Matrix):
         return best_arithmetic(features, torch.bfloat16, quantization="int8") if matrix.rounds_inputs else None
-    if not isinstance(matrix, GroupIntMatrix) or matrix.group_of_column is not None:
+    return _groups_arithmetic(matrix) if isinstance(matrix, GroupIntMatrix) else None
+
+
+def _groups_arithmetic(matrix: GroupIntMatrix) -> Arithmetic | None:
+    if matrix.group_of_column is not None:
         return None
     has_halves = matrix.group_size == _HALF_GROUP < matrix.num_columns
     if (matrix.bits != 8) if has_halves else (matrix.group_size % _GROUP and matrix.group_size < matrix.num_columns):
@@ -347,6 +411,20 @@ def stored_arithmetic(features: CpuFeatures, matrix: StoredMatrix) -> Arithmetic
     if has_halves:
         return Arithmetic.INT8_OFFSET_HALVES if _are_alike_in_pairs(offsets) else None
     return Arithmetic.INT4_OFFSETS if matrix.bits == 4 else Arithmetic.INT8_OFFSETS
+
+
+def _floats_arithmetic(matrix: Fp8Matrix | Table16Matrix, dtype: torch.dtype) -> Arithmetic | None:
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    is_bfloat16 = dtype is torch.bfloat16
+    if isinstance(matrix, Table16Matrix):
+        group_size, arithmetic = matrix.group_size, Arithmetic.TABLE16 if is_bfloat16 else Arithmetic.TABLE16_FLOAT32
+        is_exact = True
+    else:
+        group_size, arithmetic = matrix.block_columns, Arithmetic.FP8 if is_bfloat16 else Arithmetic.FP8_FLOAT32
+        is_exact = matrix.codes.dtype is torch.float8_e4m3fn and bool((matrix.scale.abs() < _LARGEST_SCALE).all())
+    has_groups = group_size % _CODES_GROUP == 0 or group_size >= matrix.shape[1]
+    return arithmetic if is_exact and has_groups else None
 
 
 def _offsets(matrix: GroupIntMatrix) -> Tensor:
@@ -371,11 +449,11 @@ def _fits_half(values: Tensor) -> bool:
 
 def _fits(features: CpuFeatures, weight: Weight, arithmetic: Arithmetic) -> bool:
     if isinstance(weight, Tensor):
-        is_stored_only = arithmetic.has_groups and arithmetic is not Arithmetic.INT4
+        is_stored_only = (arithmetic.has_groups and arithmetic is not Arithmetic.INT4) or arithmetic.is_of_floats
         return weight.dtype is arithmetic.dtype and not is_stored_only
     if isinstance(weight, Int8Matrix):
         return arithmetic.has_column_scales
-    return stored_arithmetic(features, weight) is arithmetic
+    return stored_arithmetic(features, weight, arithmetic.dtype) is arithmetic
 
 
 def _check_weight(weight: Weight, bias: Tensor | None, *, gated: bool) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, huge_bytes, supports
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
+from engine.model.checkpoints.on_load import WeightScheme
 
 READ_BYTES = 2**30
 TILE_PRODUCTS = 20_000
@@ -162,6 +163,13 @@ def _contenders(
     """Contenders: name, bytes of a weight relative to bf16, and maker of one copy."""
     epilogue = shape.epilogue
     found: list[tuple[str, float, Callable[[], Projection]]] = []
+    codes = {
+        WeightScheme.FP8: (17 / 32, Arithmetic.FP8),
+        WeightScheme.NF4: (9 / 32, Arithmetic.TABLE16),
+    }
+    for scheme, (factor, arithmetic) in codes.items():
+        make = partial(PackedLinear, library, scheme.quantize(weight), arithmetic=arithmetic, epilogue=epilogue)
+        found.append((f"codes {scheme.value}", factor, partial(make, num_threads=num_threads)))
     ours = {
         "amx bf16": (1.0, Arithmetic.BF16),
         "dot bf16": (1.0, Arithmetic.BF16_DOT),

@@ -7,7 +7,7 @@ kernel can read or repack them without knowing which tool wrote the file.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
@@ -20,8 +20,11 @@ from engine.model.checkpoints.packing import pack_nibbles, unpack_nibbles
 from engine.model.shard import TensorSlice
 
 _MIDDLE = 128
+_WITHOUT_SIGN = 0x7F
+_FIRST_NOT_FINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""The least code, without its sign, of infinity or no number."""
 _BLOCK_VALUES = 2**20
-"""Values restored at a time: a whole matrix in float32 would be memory on top of the model's."""
+"""Values computed at a time: a whole matrix in float32 would be memory on top of the model's."""
 
 _Form = TypeVar("_Form", bound="StoredMatrix")
 
@@ -49,6 +52,10 @@ class StoredMatrix(ABC):
     def columns(self, begin: int, end: int) -> "StoredMatrix":
         """The part with these columns. Groups that the part cuts become smaller ones with the same values."""
 
+    def has_finite_codes(self) -> bool:
+        """Whether every code is a number."""
+        return True
+
     def part(self, cut: TensorSlice) -> "StoredMatrix":
         """The part with these rows or columns."""
         return (self.columns if cut.dim else self.rows)(cut.begin, cut.end)
@@ -63,11 +70,8 @@ class StoredMatrix(ABC):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The reference: all values, computed in float32 and rounded once to `dtype`, `[rows, columns]`."""
-        num_rows, num_columns = self.shape
         result = torch.empty(self.shape, dtype=dtype)
-        step = max(1, _BLOCK_VALUES // max(1, num_columns))
-        for begin in range(0, num_rows, step):
-            end = min(num_rows, begin + step)
+        for begin, end in row_blocks(*self.shape):
             result[begin:end] = self.restored_rows(begin, end)
         return result
 
@@ -81,6 +85,13 @@ def as_tensor(weight: Weight) -> Tensor:
     if isinstance(weight, StoredMatrix):
         raise TypeError(f"this backend keeps no {type(weight).__name__}")
     return weight
+
+
+def row_blocks(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, begin and end, to convert one after the other."""
+    step = max(1, _BLOCK_VALUES // max(1, num_columns))
+    for begin in range(0, num_rows, step):
+        yield begin, min(num_rows, begin + step)
 
 
 def stack(parts: Sequence[StoredMatrix]) -> StoredMatrix:
@@ -351,8 +362,17 @@ class Fp8Matrix(StoredMatrix):
             block_columns=blocks.new_size,
         )
 
+    def has_finite_codes(self) -> bool:
+        first = _FIRST_NOT_FINITE[self.codes.dtype]
+        blocks = (_bytes(self.codes[begin:end]) for begin, end in row_blocks(*self.shape))
+        return all(bool(((block & _WITHOUT_SIGN) < first).all()) for block in blocks)
+
+    def row_scales(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """Scales of each row, all rows if none are named: float32 `[end - begin, blocks of columns]`."""
+        return self.scale[torch.arange(begin, self.shape[0] if end is None else end) // self.block_rows]
+
     def restored_rows(self, begin: int, end: int) -> Tensor:
-        of_rows = self.scale[torch.arange(begin, end) // self.block_rows]
+        of_rows = self.row_scales(begin, end)
         return self.codes[begin:end].float() * _spread(of_rows, self.block_columns, self.shape[1])
 
     def _joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:

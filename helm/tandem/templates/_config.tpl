@@ -232,7 +232,7 @@ builtin
 {{- end -}}
 {{- include "tandem.checkNodes" . -}}
 {{- $quantization := .settings.quantization | default .c.engine.quantization -}}
-{{- if and .pool.gpu.enabled (has $quantization (list "int8" "int4")) -}}
+{{- if and .pool.gpu.enabled (has $quantization (list "fp8" "nf4")) -}}
 {{- fail (printf "config.%s.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" (ternary .name "engine" (not (empty .settings.quantization))) $quantization .name) -}}
 {{- end -}}
 {{- if and .pool.rdma.enabled (not .c.transfer.isolated_network) -}}

@@ -300,7 +300,7 @@ ROWS = {
             expected=alone(bf16(name), bf16(name)),
             needs=Arithmetic.INT8_VECTORS,
         )
-        for name in ("int8", "int4")
+        for name in ("int8", "int4", "fp8", "nf4")
     },
     **{
         f"quantization-{name}": Row(
@@ -341,6 +341,6 @@ ROWS = {
             is_warm_equal=False,
             needs=Arithmetic.INT8_VECTORS,
         )
-        for prefill, decode in (("none", "int4"), ("int4", "int8"), ("int8", "none"))
+        for prefill, decode in (("none", "int4"), ("int4", "int8"), ("int8", "none"), ("fp8", "nf4"))
     },
 }

@@ -152,7 +152,7 @@ def test_assembly_context_beyond_models_is_refused() -> None:
         assemble(replace(SPEC, max_model_len=4096))
 
 
-@pytest.mark.parametrize("wish", [{"deterministic": True}, {"quantization": "int8"}])
+@pytest.mark.parametrize("wish", [{"deterministic": True}, {"quantization": "int8"}, {"quantization": "fp8"}])
 def test_assembly_unsupported_by_torch_backend_is_refused_by_name(wish: dict[str, object]) -> None:
     (field,) = wish
     with pytest.raises(ConfigError, match=rf"engine\.{field} needs compiled kernels.*engine\.kernels is torch"):

@@ -28,7 +28,7 @@ enum Epilogue : int64_t {
 struct Linear {
   const char* weights;  // packed
   const float* bias;    // [panels * kPanel] in packed order, zero where there is none; or null
-  const float* scales;  // int8 only: the weight's value per unit, [panels * kPanel]
+  const float* scales;  // int8: the weight's value per unit, [panels * kPanel]; codes of a table: the table
   int64_t columns;      // of the output
   int64_t depth;        // elements of a row of x
   int64_t epilogue;

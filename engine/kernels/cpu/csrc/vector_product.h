@@ -10,6 +10,7 @@
 // - some: a segment of the depth at a time, which stays in L1 for all blocks while the next one comes from memory;
 // - many, where reading no longer matters: the whole panel in the form that is multiplied, which stays in L2, so that
 //   weights of fewer bits are converted once.
+// Codes of floats (scaled_codes.h) are never read as they are stored: a segment of them is made floats, then multiplied.
 #pragma once
 
 #include <algorithm>
@@ -18,12 +19,19 @@
 #include "converted_rows.h"
 #include "lines.h"
 #include "parallel.h"
+#include "scaled_codes.h"
 #include "scratch.h"
 
 namespace tandem {
 
 template <class Lines>
 constexpr bool kIsGrouped = std::is_same_v<typename Lines::Element, UnitGroup>;
+
+// Whether lines are made floats before they are multiplied, by however few rows.
+template <class Lines>
+constexpr bool kIsCoded = false;
+template <class Codes>
+constexpr bool kIsCoded<ScaledCodes<Codes>> = true;
 
 // Rows of a block: as many as leave registers for a line of weights, and for a group's integers beside its sums.
 #if defined(__AVX512F__)
@@ -302,6 +310,23 @@ class VectorProduct {
     }
   }
 
+  // At most kSomeRows, of weights that are made floats: a segment of the depth at a time, which stays in L1.
+  void coded_rows(Rows x) {
+    constexpr int64_t kLines = kSegmentBytes / FloatLines::kBytes;
+    static_assert(kLines % Lines::kGroupDepth == 0);
+    alignas(64) float sums[kSomeRows * kPanel];
+    alignas(64) float segment[kLines * kPanel];
+    for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+      start(x, kPanel, sums);
+      for (int64_t k = 0; k < lines_; k += kLines) {
+        const int64_t lines = std::min(kLines, lines_ - k);
+        Lines::expand(w_, panel, k, lines, segment);
+        multiply_lines<FloatLines>(x, k, lines, reinterpret_cast<const char*>(segment), nullptr, sums);
+      }
+      for (int64_t row = 0; row < x.count; ++row) write(x, 0, row, panel, sums + row * kPanel);
+    }
+  }
+
   // Any number of rows, of which the first is row `first` of the call.
   void many_rows(Rows x, int64_t first) {
     static thread_local Scratch scratch;
@@ -351,7 +376,11 @@ class VectorProduct {
       constexpr int64_t kBytes = Lines::Expanded::kBytes;
       static thread_local Scratch scratch;
       char* const found = scratch.array<char>(lines_ * kBytes);
-      for (int64_t k = 0; k < lines_; ++k) Lines::expand(line(panel, k), found + k * kBytes);
+      if constexpr (kIsCoded<Lines>) {
+        Lines::expand(w_, panel, 0, lines_, reinterpret_cast<float*>(found));
+      } else {
+        for (int64_t k = 0; k < lines_; ++k) Lines::expand(line(panel, k), found + k * kBytes);
+      }
       return found;
     }
   }
@@ -382,7 +411,9 @@ void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
         convert(x, call.x_stride, {0, call.rows}, w.depth, converted, stride);
         rows = {converted, stride, call.rows};
       }
-      if (call.rows <= kBlockRows<Lines>) {
+      if constexpr (kIsCoded<Lines>) {
+        product.coded_rows(rows);
+      } else if (call.rows <= kBlockRows<Lines>) {
         product.one_block(rows);
       } else {
         product.some_rows(rows);

@@ -120,6 +120,8 @@ def test_doctor_fails_where_nothing_is_quantized_in_the_models_dtype() -> None:
     assert found.status is Status.FAIL
     assert found.detail.startswith("float32 (auto: the built-in model's), in which nothing is quantized as int4")
     assert dtype_of(engine__quantization="int4", model__dtype="bfloat16").status is not Status.FAIL
+    assert dtype_of(engine__quantization="nf4").status is not Status.FAIL
+    assert dtype_of(engine__quantization="fp8", model__dtype="float16").status is Status.FAIL
 
 
 def test_doctor_reports_inexact_resume_dtype(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_cpu_backend_bfloat16_stays_close_to_float32(case):
     assert ours < max(1.2 * plain, 0.05)  # fewer roundings than the torch operators make
 
 
-@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.25), ("int4", 0.5)])
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.25), ("int4", 0.5), ("fp8", 0.3), ("nf4", 0.5)])
 def test_cpu_backend_quantization_error_is_small(case, quantization, bound):
     needs(Arithmetic.INT8_VECTORS)
     reference, path, _ = case

@@ -316,6 +316,7 @@ def test_cuda_products_of_few_rows_equal_library(rows, with_one_row, monkeypatch
     torch.testing.assert_close(ours.gated(weight, bias)(x).float(), F.silu(gate) * up, **close)
 
 
-def test_cuda_backend_unknown_quantization_is_refused():
-    with pytest.raises(ConfigError, match="quantization"):
-        backend(quantization="int3")
+@pytest.mark.parametrize("quantization", ["fp8", "nf4", "int3"])
+def test_cuda_backend_quantization_of_cpu_kernels_is_refused(quantization):
+    with pytest.raises(ConfigError, match=rf"engine\.quantization '{quantization}' is not made by the GPU kernels"):
+        backend(quantization=quantization)

@@ -20,13 +20,22 @@ from engine.kernels.cpu.gemm import (
 )
 from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
+from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.packing import pack_nibbles
-from engine.model.checkpoints.stored_matrix import DenseMatrix, GroupIntMatrix, Int8Matrix, stack
+from engine.model.checkpoints.stored_matrix import (
+    DenseMatrix,
+    Fp8Matrix,
+    GroupIntMatrix,
+    Int8Matrix,
+    Table16Matrix,
+    stack,
+)
 from tests.support.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
-ALL = tuple(one for one in Arithmetic if not one.has_groups or one is Arithmetic.INT4)
+FLOATS = tuple(one for one in Arithmetic if one.is_of_floats)
+ALL = tuple(one for one in Arithmetic if one not in FLOATS and (not one.has_groups or one is Arithmetic.INT4))
 EIGHT_BITS = tuple(arithmetic for arithmetic in Arithmetic if arithmetic.has_column_scales)
 QUANTIZED = (*EIGHT_BITS, Arithmetic.INT4)
 WHOLE = tuple(arithmetic for arithmetic in ALL if arithmetic not in QUANTIZED)
@@ -381,6 +390,68 @@ def test_cpu_gemm_stored_int8_multiplies_by_its_codes(library):
     assert torch.equal(out, sums.float() * unit * matrix.scale)
 
 
+def float_codes(columns, depth, arithmetic):
+    """A matrix of which `arithmetic` multiplies the codes, in several groups of the depth if that has several."""
+    generator = torch.Generator().manual_seed(columns)
+    if arithmetic in (Arithmetic.TABLE16, Arithmetic.TABLE16_FLOAT32):
+        return WeightScheme.NF4.quantize(torch.randn(columns, depth, generator=generator))
+    codes = torch.randint(0, 256, (columns, depth), generator=generator, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 1  # no numbers; 1 is the least one, below the normal ones
+    scale = torch.rand(-(-columns // 48), -(-depth // 128), generator=generator)
+    return Fp8Matrix(codes=codes.view(torch.float8_e4m3fn), scale=scale, block_rows=48, block_columns=128)
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("arithmetic", FLOATS)
+def test_cpu_gemm_codes_of_floats_multiply_as_their_values_do(library, arithmetic, epilogue):
+    for columns, depth in SHAPES:
+        matrix = float_codes(columns, depth, arithmetic)
+        assert stored_arithmetic(library.features, matrix, arithmetic.dtype) is arithmetic
+        bias = torch.randn(columns)
+        linear = pack(library, arithmetic, matrix, bias, epilogue)
+        values = pack(library, Arithmetic.FLOAT32, matrix.dequantized(), bias, epilogue)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, depth).to(arithmetic.dtype)
+            found = torch.ones(num_rows, linear.columns).to(linear.out_dtype)
+            expected = torch.zeros(num_rows, linear.columns)
+            linear(x, found)
+            values(x.float(), expected)
+            if epilogue is Epilogue.ADD:  # the product is rounded first
+                expected = 1.0 + expected.to(linear.out_dtype).float()
+            assert torch.equal(found, expected.to(linear.out_dtype)), (columns, depth, num_rows)
+
+
+def test_cpu_gemm_codes_of_floats_take_little_more_than_their_bits(library):
+    weight = torch.randn(256, 1024)
+    for scheme, bits in ((WeightScheme.FP8, 8.5), (WeightScheme.NF4, 4.5)):
+        matrix = scheme.quantize(weight)
+        linear = pack(library, stored_arithmetic(library.features, matrix), matrix)
+        assert linear.nbytes <= weight.numel() * bits / 8 + 64
+
+
+def test_cpu_gemm_codes_of_floats_cannot_be_looked_up(library):
+    matrix = float_codes(40, 64, Arithmetic.FP8)
+    with pytest.raises(ValueError, match="cannot be looked up"):
+        pack(library, Arithmetic.FP8, matrix).embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 64).bfloat16())
+
+
+def test_cpu_gemm_only_codes_of_floats_in_groups_of_64_stay_stored(library):
+    fp8, table = float_codes(96, 256, Arithmetic.FP8), float_codes(96, 256, Arithmetic.TABLE16)
+    assert isinstance(table, Table16Matrix)
+    features = library.features
+    assert stored_arithmetic(features, fp8.columns(64, 256)) is Arithmetic.FP8
+    assert stored_arithmetic(features, table.columns(64, 160), torch.float32) is Arithmetic.TABLE16_FLOAT32
+    others = [
+        replace(fp8, codes=fp8.codes.float().to(torch.float8_e5m2)),
+        replace(fp8, scale=fp8.scale * 1e35),
+        replace(fp8, block_columns=32, scale=torch.ones(2, 8)),
+        table.columns(32, 160),
+    ]
+    assert [stored_arithmetic(features, other) for other in others] == [None] * len(others)
+    assert stored_arithmetic(features, fp8, torch.float16) is None
+    assert stored_arithmetic(features, stored_matrix(8, 128, 64, Arithmetic.INT4), torch.float32) is None
+
+
 def test_cpu_gemm_only_forms_with_kernels_stay_stored(library):
     matrix = stored_matrix(8, 128, 64, Arithmetic.INT4)
     assert stored_arithmetic(library.features, matrix) is Arithmetic.INT4
@@ -429,12 +500,14 @@ def test_cpu_gemm_groups_give_the_same_bits_with_fewer_instructions(library, fla
                 if columns == 100:  # the largest sums
                     x = torch.where(x < 0, -3.0, 3.0).bfloat16()
                     stored = [replace(matrix, codes=torch.full_like(matrix.codes, 255)) for matrix in stored]
-                for arithmetic, matrix in ((Arithmetic.INT4, weight), *zip(GROUPED, stored, strict=True)):
+                stored += [float_codes(columns, depth, one) for one in FLOATS]
+                kinds = (*GROUPED, *FLOATS)
+                for arithmetic, matrix in ((Arithmetic.INT4, weight), *zip(kinds, stored, strict=True)):
                     results = []
                     for one in (library, other):
                         linear = pack(one, arithmetic, matrix, bias, epilogue)
                         results.append(torch.ones(num_rows, linear.columns).to(linear.out_dtype))
-                        linear(x, results[-1])
+                        linear(x.to(arithmetic.dtype), results[-1])
                     assert torch.equal(*results), (arithmetic, columns, depth, num_rows, epilogue)
 
 

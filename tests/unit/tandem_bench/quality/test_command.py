@@ -89,7 +89,8 @@ def test_eval_json_file_has_every_figure_and_its_command(tmp_path: Path, text: P
 
 
 @pytest.mark.parametrize(
-    ("quantization", "rise_goal", "divergence_goal"), [("int8", "<= 1", "<= 0.01"), ("int4", "<= 5", None)]
+    ("quantization", "rise_goal", "divergence_goal"),
+    [("int8", "<= 1", "<= 0.01"), ("int4", "<= 5", None), ("fp8", "<= 1", "<= 0.01"), ("nf4", "<= 5", None)],
 )
 def test_eval_builtin_model_quantized_at_load_keeps_its_limits(
     quantization: str, rise_goal: str, divergence_goal: str | None, evaluate: Evaluate, text: Path

@@ -88,6 +88,8 @@ def test_better_model_passes() -> None:
         ("stored", "gptq", "stored"),
         ("int8", "gptq", "int8"),
         ("int4", None, "int4"),
+        ("fp8", None, "fp8"),
+        ("nf4", "gptq", "nf4"),
     ],
 )
 def test_scheme_is_of_the_weights_that_are_multiplied(

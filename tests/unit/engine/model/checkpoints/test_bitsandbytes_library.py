@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.safetensors_files import Checkpoint
@@ -37,6 +38,12 @@ def test_bitsandbytes_four_bits_are_read_as_the_library_restores_them(table: str
     parts = {"weight": codes, **{f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}}
     found = restored(tmp_path, parts, load_in_4bit=True, bnb_4bit_quant_type=table)
     assert torch.equal(found, functional.dequantize_4bit(codes, state))
+
+
+def test_bitsandbytes_nf4_at_load_has_the_values_of_the_library() -> None:
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)) * 0.1
+    codes, state = functional.quantize_4bit(values, quant_type="nf4", blocksize=64)
+    assert torch.equal(WeightScheme.NF4.quantize(values).dequantized(), functional.dequantize_4bit(codes, state))
 
 
 def test_bitsandbytes_eight_bits_are_read_as_the_library_restores_them(tmp_path: Path) -> None:

@@ -32,10 +32,15 @@ TOKENS = [5, 17, 3, 80, 41, 8, 8, 96]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
-AS_STORED = (
-    *("gptq-2", "gptq-3", "gptq-4", "gptq-8", "gptq-v2", "gptq-row", "awq"),
-    *("w4a16", "w4a16-zeros", "w8a16", "w8a8", "w8a8-tensor", "w8a8-zeros", "w8-group"),
-)
+AS_STORED = dict.fromkeys(
+    (
+        *("gptq-2", "gptq-3", "gptq-4", "gptq-8", "gptq-v2", "gptq-row", "awq"),
+        *("w4a16", "w4a16-zeros", "w8a16", "w8a8", "w8a8-tensor", "w8a8-zeros", "w8-group"),
+        *("ct-fp8-row", "fp8-tensor", "fp8-row"),
+    ),
+    len(PROJECTIONS),
+) | dict.fromkeys(("nf4", "nf4-nested", "fp4"), 1)  # tables differ, and 64 does not divide all rows
+"""How many matrices are kept, of formats of which any are."""
 
 
 @pytest.fixture
@@ -114,11 +119,11 @@ def test_quantized_llama_in_bfloat16_is_multiplied_as_stored_where_kernels_can(
     with caplog.at_level(logging.INFO):
         model = on_kernels(tmp_path / "quantized", "stored")
     restored = on_kernels(tmp_path / "quantized", "none")
-    assert model.num_kept == (len(PROJECTIONS) if name in AS_STORED else 0)
+    assert model.num_kept == AS_STORED.get(name, 0)
     assert restored.num_kept == 0
     line = f"but {model.num_kept} matrices are multiplied as they are stored"
     assert (line in caplog.messages) == (name in AS_STORED)
-    assert (model.weights_bytes < 0.75 * restored.weights_bytes) == (name in AS_STORED)
+    assert (model.weights_bytes < 0.75 * restored.weights_bytes) == (model.num_kept == len(PROJECTIONS))
     session, other = Session(model), Session(restored)
     found = session.logits(session.request(TOKENS), len(TOKENS))
     expected = other.logits(other.request(TOKENS), len(TOKENS))
@@ -126,6 +131,18 @@ def test_quantized_llama_in_bfloat16_is_multiplied_as_stored_where_kernels_can(
     bound = 0.25 if name == "w8a8-zeros" else 0.06
     assert (found - expected).square().mean().sqrt() < bound * expected.std()
     assert torch.equal(found, expected) == (name not in AS_STORED)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_quantized_codes_that_are_no_numbers_are_refused_where_they_are_kept(code: int, tmp_path: Path) -> None:
+    needs(Arithmetic.FP8)
+    path = write_llama(tmp_path, FORMATS["fp8-row"]) / "quantized"
+    name = "model.layers.0.mlp.down_proj.weight"
+    codes = load_file(path / "model.safetensors")[name].view(torch.uint8).clone()
+    codes[5, 7] = code
+    change(path, **{name: codes.view(torch.float8_e4m3fn)})
+    with pytest.raises(ConfigError, match=f"checkpoint: {name} has codes that are not finite"):
+        on_kernels(path, "stored")
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-row", "w8a8"])
