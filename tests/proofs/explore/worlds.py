@@ -67,6 +67,11 @@ DAILY = (
         at_least=30_000,
     ),
     World(
+        name="two-lanes-two-blocks",
+        scope=Scope(steps=(2,), num_layers=1, num_lanes=2, chunk_cells=2, max_faults=1, shared_memory=TCP),
+        at_least=30_000,
+    ),
+    World(
         name="two-lanes-shm",
         scope=Scope(num_layers=1, num_lanes=2, max_faults=1),
         at_least=60_000,
@@ -152,6 +157,18 @@ NIGHTLY = (
         name="two-chunks-two-faults-shm",
         scope=Scope(),
         at_least=100_000,
+    ),
+    World(
+        name="two-lanes-block-by-block",
+        scope=Scope(
+            steps=(1, 1),
+            num_layers=1,
+            num_lanes=2,
+            max_faults=1,
+            shared_memory=TCP,
+            only=frozenset({"cut", "crash", "damage"}),
+        ),
+        at_least=2_000_000,
     ),
     World(
         name="three-faults",
