@@ -178,7 +178,8 @@ async def pools_are_compared(asked: Asked) -> None:
         return await asked.cluster.figure("tandem_shadow_answers_total", outcome="compared") >= 6
 
     await asked.cluster.until(compared)
-    of = {name: await asked.cluster.figure(f"tandem_shadow_{name}_total") for name in ("tokens", "agreeing_tokens")}
+    # In this order: answers are still being compared, and what agrees is part of what is read later.
+    of = {name: await asked.cluster.figure(f"tandem_shadow_{name}_total") for name in ("agreeing_tokens", "tokens")}
     assert of["tokens"] >= 6 * MAX_TOKENS
     assert 0.8 * of["tokens"] < of["agreeing_tokens"] <= of["tokens"]
     prefill, decode = [await asked.cluster.figure("tandem_shadow_loss_nats_total", role=one) for one in POOLS]
