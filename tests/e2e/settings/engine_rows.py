@@ -283,6 +283,7 @@ ROWS = {
             ("auto", "fp8_e4m3", "auto", "fp8_e4m3"),
             ("int8", "auto", "auto", "auto"),
             ("auto", "int4", "auto", "int4"),
+            ("int4", "auto", "auto", "auto"),
             ("fp8_e4m3", "auto", "float32", "int8"),
         )
     },
@@ -342,6 +343,6 @@ ROWS = {
             is_warm_equal=False,
             needs=Arithmetic.INT8_VECTORS,
         )
-        for prefill, decode in (("none", "int4"), ("int4", "int8"), ("int8", "none"), ("fp8", "nf4"))
+        for prefill, decode in (("none", "int4"), ("int4", "int8"), ("int8", "none"), ("fp8", "nf4"), ("nf4", "fp8"))
     },
 }

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from router.fleet import probes
 from router.fleet.probes import Canary, CanarySchedule, CanarySettings
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
@@ -168,9 +167,15 @@ async def test_canary_error_is_logged_and_probing_continues(caplog: pytest.LogCa
 async def test_canary_says_nothing_of_workers_that_leave_or_answer_before_their_turn(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(probes, "_CANARY_PAUSE_S", 0.2)
     workers = [FakeWorker(f"d{number}") for number in range(4)]
     async with cluster(*workers) as router, _canary(router, silence_s=0.1) as (canary, readiness):
+        turns, others = iter(range(4)), asyncio.Event()
+
+        async def turn() -> None:
+            if next(turns):
+                await others.wait()
+
+        monkeypatch.setattr(canary, "_turn", turn)
         await asyncio.sleep(0.15)
         probing = asyncio.create_task(canary.probe_due())
         await workers[0].submissions.get()
@@ -178,6 +183,7 @@ async def test_canary_says_nothing_of_workers_that_leave_or_answer_before_their_
         await router.registry.until_live(3)
         router.registry.answered(worker("d3").info.key)
         router.registry.find(worker("d3").info.key).answered_s += 60.0
+        others.set()
         await probing
         assert workers[1].submissions.qsize() == 1
         assert workers[3].submissions.empty()
