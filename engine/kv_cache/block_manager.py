@@ -12,9 +12,11 @@ from engine.kv_cache.eviction import EvictionPolicy
 from engine.kv_cache.lower_tiers import LowerCache
 from engine.kv_cache.pool import KVBlockPool, PoolExhausted, StepHolds
 from engine.kv_cache.prefix_index import PrefixIndex
+from engine.kv_cache.window_blocks import WindowBlocks
 from engine.types.block_moves import BlockCopy
 from engine.types.kv_events import KVEventLog, Stored
 from engine.types.request import Request
+from engine.types.windows import WindowSet, WindowSpec, WindowTable
 from tandem.errors import InvariantError
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockHash, BlockId, RequestId
@@ -37,11 +39,22 @@ class PrefixMatch:
     """Number of these blocks that are evictable now, and stop being so when they are taken."""
     num_missing: int
     """Blocks for the request's other tokens."""
+    num_window_blocks: int = 0
+    """Blocks for its windows, those of the prefix included."""
+    first_window_block: int = 0
+    """First token block whose window set is needed."""
+    num_indexed: int = 0
+    """Blocks that are found by name; more than `num_blocks` where the windows of a longer prefix are gone."""
+
+    @property
+    def num_total(self) -> int:
+        """Blocks that the whole request holds once all its tokens have theirs."""
+        return self.num_blocks + self.num_missing + self.num_window_blocks
 
     @property
     def cost(self) -> int:
         """Available blocks used up by taking the prefix and the missing blocks, or a promise of them."""
-        return self.num_parked + self.num_missing
+        return self.num_parked + self.num_missing + self.num_window_blocks
 
 
 class BlockManager:
@@ -56,9 +69,14 @@ class BlockManager:
         events: KVEventLog,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        windows: WindowSpec | None = None,
     ) -> None:
-        """`clock` measures how long requests hold blocks; None leaves that unmeasured."""
+        """`clock` measures how long requests hold blocks; None leaves that unmeasured. `windows`: of a model whose
+        windowed layers have blocks of their own; None: a block holds all layers.
+        """
         self.pool = KVBlockPool(num_blocks)
+        self._windows = None if windows is None else WindowBlocks(self.pool, windows)
+        self._num_releases = 0
         self.index = PrefixIndex(events, policy)
         self.block_size = block_size
         self._hashes_per_block = block_size // hasher.tokens_per_name
@@ -81,7 +99,8 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Blocks that may be taken, or promised, now: free or evictable, and not promised."""
-        return self.pool.num_free + self.index.num_parked - self._num_promised
+        num_idle = 0 if self._windows is None else self._windows.num_idle
+        return self.pool.num_free + self.index.num_parked + num_idle - self._num_promised
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that `num_tokens` tokens need."""
@@ -117,13 +136,34 @@ class BlockManager:
 
     def _take(self) -> BlockId:
         if not self.pool.num_free:
-            self.pool.reclaim(self.index.evict(None if self._below is None else self._below.demote))
+            self._evict()
         return self.pool.allocate()
 
-    def match(self, request: Request, *, max_tokens: int | None = None) -> PrefixMatch:
+    def _evict(self) -> None:
+        """Free a cached block and its window set, or the set of a block that stays: what has been idle for longer."""
+        windows = self._windows
+        oldest = None if windows is None else windows.oldest_idle
+        if windows is None or oldest is None or (self.index.num_parked and self.index.next_parked_at <= oldest):
+            self._reclaim(self.index.evict(None if self._below is None else self._below.demote))
+            return
+        for block in windows.evict():
+            self.pool.reclaim(block)
+
+    def _reclaim(self, block: BlockId) -> None:
+        """Free a cached block that has lost its name, and its window set."""
+        self.pool.reclaim(block)
+        if self._windows is not None:
+            for each in self._windows.detach(block):
+                self.pool.reclaim(each)
+
+    def match(
+        self, request: Request, *, max_tokens: int | None = None, is_computed_elsewhere: bool = False
+    ) -> PrefixMatch:
         """Look up the request's longest cached prefix, leaving at least one token to compute. Takes nothing.
 
         `max_tokens` bounds the prefix, for a caller that has announced its length to a peer, or wants no more.
+        `is_computed_elsewhere`: the request's other tokens are not computed here, so that of the prefix's windows only
+        the part is needed that its last token attends to.
         """
         num_full = (request.num_tokens - 1) // self.block_size
         self._extend_names(request, num_full)
@@ -131,17 +171,35 @@ class BlockManager:
             num_full = min(num_full, max_tokens // self.block_size)
         hashes, per_block = request.block_hashes, self._hashes_per_block
         found, in_use = self.index.measure(lambda i: hashes[(i + 1) * per_block - 1], num_full)
-        missing = self.blocks_for(request.num_tokens) - found
-        return PrefixMatch(num_blocks=found, num_parked=found - in_use, num_missing=missing)
+        needed = self.blocks_for(request.num_tokens)
+        if self._windows is None:
+            return PrefixMatch(num_blocks=found, num_parked=found - in_use, num_missing=needed - found)
+        spec, indexed = self._windows.spec, found
+        last = spec.first_block(request.num_tokens) if is_computed_elsewhere else None
+        found = self._windows.usable(lambda i: self.index.find(self.name(request, i)), found, needed_from=last)
+        first = spec.first_block(found * self.block_size) if last is None else last
+        num_sets = min(spec.most_sets, needed - first)
+        return PrefixMatch(
+            num_blocks=found,
+            num_parked=max(0, found - in_use),
+            num_missing=needed - found,
+            num_window_blocks=num_sets * spec.num_groups,
+            first_window_block=first,
+            num_indexed=indexed,
+        )
 
     def found(self, request: Request, match: PrefixMatch) -> Iterator[BlockId]:
-        """Blocks of a prefix just matched, in order."""
-        names = (self.name(request, i) for i in range(match.num_blocks))
-        return (block for name in names if (block := self.index.find(name)) is not None)
+        """Blocks of a prefix just matched, in order, with the window sets that are taken with them."""
+        for i in range(match.num_blocks):
+            if (block := self.index.find(self.name(request, i))) is None:
+                return
+            yield block
+            if self._windows is not None and i >= match.first_window_block:
+                yield from self._windows.set_of(block) or ()
 
     def take_prefix(self, request: Request, match: PrefixMatch) -> None:
         """Start the request's table with a prefix just matched. Raises PoolExhausted, and then takes nothing."""
-        self._require(match.num_parked)
+        self._require(match.num_parked + match.num_window_blocks)
         for i in range(match.num_blocks):
             block = self.index.find(self.name(request, i))
             if block is None:
@@ -150,8 +208,24 @@ class BlockManager:
                 self.index.unpark(block)
             self.index.use(block)
             request.block_table.append(block)
+        if self._windows is not None:
+            self._take_windows_of(request, match, self._windows)
         self._changed(request)
         request.num_computed_tokens = match.num_blocks * self.block_size
+
+    def _take_windows_of(self, request: Request, match: PrefixMatch, windows: WindowBlocks) -> None:
+        """Start the request's windows with those of a prefix that it has just taken, and promise the others."""
+        table = request.windows = WindowTable(windows.spec.num_groups, first=match.first_window_block)
+        table.keeps_before = match.num_indexed if match.num_indexed > match.num_blocks else 0
+        for i in range(match.first_window_block, match.num_blocks):
+            owner = request.block_table[i]
+            found = windows.set_of(owner)
+            if found is None:
+                raise InvariantError(f"request {request.request_id}: a window went away before it was taken")
+            self._num_promised += windows.acquire(owner)
+            table.append(found)
+        table.num_credits = match.num_window_blocks // windows.spec.num_groups - table.num_held
+        self._num_promised += table.num_credits * windows.spec.num_groups
 
     def share(self, blocks: Sequence[BlockId]) -> None:
         """Add a reference to each block of a chain, from its root on. Raises PoolExhausted, and then adds none."""
@@ -160,17 +234,28 @@ class BlockManager:
             if self.pool.acquire(block) == 1:
                 self.index.unpark(block)
 
-    def fork(self, request: Request, source: BlockId) -> BlockCopy:
-        """Append the request's own copy of a block in use; the source stays referenced until the step is done.
+    def fork(self, request: Request, source: Request, index: int) -> list[BlockCopy]:
+        """Append the request's own copy of another's token block, where `may_fork` allows it.
 
-        Raises PoolExhausted, and then takes nothing.
+        The source stays as it is until the step is done. Raises PoolExhausted, and then takes nothing.
         """
         (target,) = self.allocate(1)
-        self.pool.acquire(source)
-        self._holds.hold_for_next([source])
+        self.pool.acquire(source.block_table[index])
+        self._holds.hold_for_next([source.block_table[index]])
         request.block_table.append(target)
+        copies = [BlockCopy(source.block_table[index], target)]
+        if source.windows is not None:
+            (own,) = self.cover(request, (index + 1) * self.block_size)
+            copies += map(BlockCopy, source.windows.set_at(index), own)
         self._changed(request)
-        return BlockCopy(source, target)
+        return copies
+
+    def may_fork(self, source: Request, index: int) -> bool:
+        """Whether a token block of a running request holds all layers, and will until the next step is done."""
+        table, windows = source.windows, self._windows
+        if table is None or windows is None:
+            return True
+        return max(table.first, windows.spec.first_block(source.num_planned_tokens)) <= index < len(table)
 
     def begin_step(self) -> None:
         """Record a launched step: it may still touch blocks that are given up from now on."""
@@ -180,19 +265,117 @@ class BlockManager:
         """Release the references kept for the oldest launched step, which is done."""
         self.release(self._holds.settle())
 
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` tokens needs, those of its windows included."""
+        return self.blocks_for(num_tokens) if self._windows is None else self._windows.spec.num_blocks(num_tokens)
+
+    def held(self, request: Request) -> list[BlockId]:
+        """Blocks that the request holds, those of its windows included."""
+        blocks = [*request.block_table]
+        if request.windows is not None:
+            blocks += [block for _, held in request.windows.held() for block in held]
+        return blocks
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that the request still needs for its first `num_tokens` tokens, those of its windows included."""
+        token_blocks = self.blocks_for(num_tokens)
+        missing = max(0, token_blocks - len(request.block_table))
+        table = request.windows
+        if table is None or self._windows is None:
+            return missing
+        spec = self._windows.spec
+        num_sets = min(spec.most_sets, token_blocks - table.first) - table.num_held - table.num_credits
+        return missing + spec.num_groups * max(0, num_sets)
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Take the blocks that the request still needs for its first `num_tokens` tokens; its windows' are promised.
+
+        Raises PoolExhausted, and then takes none.
+        """
+        num_missing = self.num_missing(request, num_tokens)
+        num_blocks = max(0, self.blocks_for(num_tokens) - len(request.block_table))
+        if not num_missing:
+            return
+        self._require(num_missing)
+        if request.windows is not None and self._windows is not None:
+            self._num_promised += num_missing - num_blocks
+            request.windows.num_credits += (num_missing - num_blocks) // self._windows.spec.num_groups
+        self.grow(request, [self._take() for _ in range(num_blocks)])
+
     def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
         """Append blocks that were just allocated."""
         request.block_table.extend(blocks)
         self._changed(request)
 
+    def coverable_tokens(self, request: Request) -> int | None:
+        """Tokens that the blocks of the request's windows can cover, those promised included; None: any number."""
+        table = request.windows
+        return None if table is None else (len(table) + table.num_credits) * self.block_size
+
+    def cover(self, request: Request, num_tokens: int) -> list[WindowSet]:
+        """Take promised blocks for the request's windows up to its first `num_tokens` tokens. Returns their sets."""
+        table, taken = request.windows, list[WindowSet]()
+        if table is None or self._windows is None:
+            return taken
+        num_groups = self._windows.spec.num_groups
+        for _ in range(self.blocks_for(num_tokens) - len(table)):
+            if not table.num_credits:
+                raise InvariantError(f"request {request.request_id}: no block is promised for its windows")
+            table.num_credits -= 1
+            self.unpromise(num_groups)
+            blocks = tuple(self._take() for _ in range(num_groups))
+            self._windows.take(blocks)
+            table.append(blocks)
+            taken.append(blocks)
+        if taken:
+            self._changed(request)
+        return taken
+
+    def slide(self, request: Request) -> None:
+        """Give up the sets that no further token of the request attends to, and credit that it will not need.
+
+        Steps under way compute only tokens after `num_computed_tokens`, so none of them reads such a set.
+        """
+        table, windows = request.windows, self._windows
+        if table is None or windows is None:
+            return
+        spec = windows.spec
+        first = min(spec.first_block(request.num_computed_tokens), len(table))
+        kept_from = spec.first_block(table.keeps_before * self.block_size)
+        while table.first < first:
+            is_kept = kept_from <= table.first < table.keeps_before
+            blocks = table.give_up_first()
+            if is_kept:
+                windows.keep(blocks)
+            windows.give_up(blocks)
+            self.release(blocks)
+            self._num_promised += spec.num_groups
+            table.num_credits += 1
+        most = min(spec.most_sets, len(request.block_table) - table.first)
+        surplus = min(table.num_credits, max(0, table.num_held + table.num_credits - most))
+        table.num_credits -= surplus
+        self.unpromise(surplus * spec.num_groups)
+        self._changed(request)
+
     def take_table(self, request: Request) -> list[BlockId]:
-        """Detach the request's blocks and return them in table order, for the caller to release."""
+        """Detach the request's blocks and return them in table order, for the caller to release. Credit ends."""
         blocks = request.block_table.clear()
+        table, windows = request.windows, self._windows
+        if table is not None and windows is not None:
+            for _, held in table.held():
+                # A later request may go on from where this one has ended.
+                windows.keep(held)
+                blocks.extend(held)
+            self.unpromise(table.num_credits * windows.spec.num_groups)
+            request.windows = None
         self._changed(request)
         return blocks
 
     def _changed(self, request: Request) -> None:
-        request.held.change(len(request.block_table), self._clock())
+        table, num_blocks = request.windows, len(request.block_table)
+        if table is not None:
+            num_blocks += table.num_held * len(table.groups)
+        request.held.change(num_blocks, self._clock())
 
     def index_computed(self, request: Request, first_block: int) -> list[BlockId]:
         """Make the request's full computed blocks, from `first_block` on, findable by content.
@@ -204,6 +387,7 @@ class BlockManager:
         num_full = request.num_computed_tokens // self.block_size
         self._extend_names(request, num_full)
         displaced: list[BlockId] = []
+        windows = request.windows
         for i in range(first_block, num_full):
             name, own = self.name(request, i), request.block_table[i]
             canonical = self.index.find(name)
@@ -211,11 +395,14 @@ class BlockManager:
                 parent = self.name(request, i - 1) if i else request.hash_root
                 self.index.insert(name, own, parent=parent, is_first=i == 0)
             elif self.index.is_parked(name):
-                self.pool.reclaim(self.index.rebind(name, own))
+                self._reclaim(self.index.rebind(name, own))
             elif canonical != own:
                 self.pool.acquire(canonical)
                 request.block_table.replace(i, canonical)
                 displaced.append(own)
+            if windows is not None and self._windows is not None and windows.first <= i < len(windows):
+                for block in self._windows.attach(request.block_table[i], windows.set_at(i)):
+                    self.pool.reclaim(block)
         return displaced
 
     def _extend_names(self, request: Request, num_blocks: int) -> None:
@@ -228,10 +415,19 @@ class BlockManager:
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference to each block, given in table order. The tail goes first, so that it is evicted first."""
+        self._num_releases += 1
+        windows = self._windows
         for block in reversed(blocks):
+            if windows is not None and block in windows:
+                num_refs = self.pool.release(block, keep=windows.keeps(block))
+                if num_refs:
+                    # The block that was promised for this reference replaces what is left to the others.
+                    self.unpromise(1)
+                windows.released(block, num_refs, self._num_releases)
+                continue
             indexed = self.index.holds(block)
             if not self.pool.release(block, keep=indexed) and indexed:
-                self.index.park(block)
+                self.index.park(block, self._num_releases)
 
     def release_after_use(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
         """Release blocks of a request, once no step can touch them, or set them aside while it is pinned."""
@@ -255,6 +451,9 @@ class BlockManager:
                 continue
             if not self.index.withdraw(block):
                 return
+            if self._windows is not None:
+                for each in self._windows.detach(block):
+                    self.pool.reclaim(each)
             if self._below is not None:
                 self._below.forget(self.name(request, i))
 
@@ -286,7 +485,11 @@ class BlockManager:
         if self._below is not None:
             self._below.clear()
         for block in self.index.clear():
-            self.pool.reclaim(block)
+            self._reclaim(block)
+        if self._windows is not None:
+            while self._windows.num_idle:
+                for block in self._windows.evict():
+                    self.pool.reclaim(block)
 
     def snapshot(self) -> tuple[int, list[Stored]]:
         """Number of the next event, and every name stored before it, those below the pool included."""
@@ -299,7 +502,11 @@ class BlockManager:
         """Check that pool and index agree and that credit is covered; O(num_blocks), for tests and audits."""
         self.pool.check_invariants()
         self.index.check_invariants()
-        if self.pool.num_idle != self.index.num_parked:
-            raise InvariantError(f"{self.pool.num_idle} idle blocks, {self.index.num_parked} parked entries")
+        num_idle = self.index.num_parked
+        if self._windows is not None:
+            self._windows.check_invariants()
+            num_idle += self._windows.num_idle
+        if self.pool.num_idle != num_idle:
+            raise InvariantError(f"{self.pool.num_idle} idle blocks, {num_idle} parked entries and window blocks")
         if self._num_promised < 0 or self.num_available < 0:
             raise InvariantError(f"{self._num_promised} blocks promised, {self.num_available} available beyond them")

@@ -38,6 +38,8 @@ class IndexedBlock:
     num_children: int = 0
     """Number of entries whose parent it is."""
     is_parked: bool = False
+    parked_at: int = 0
+    """When it was parked last, on its owner's count."""
     floor: float = 0.0
     """The policy's age mark, taken when the entry was last used."""
 
@@ -55,6 +57,10 @@ class EvictionPolicy(Protocol):
 
     def became_leaf(self, entry: IndexedBlock) -> None:
         """Note that a parked entry's last child was evicted."""
+        ...
+
+    def next(self) -> BlockHash:
+        """The parked leaf that `evict` would choose now. Raises InvariantError when there is none."""
         ...
 
     def evict(self) -> BlockHash:
@@ -89,6 +95,11 @@ class LeastRecentlyUsed:
 
     def became_leaf(self, entry: IndexedBlock) -> None:
         """Do nothing: the entry's place in the order is right already."""
+
+    def next(self) -> BlockHash:
+        if not self._order:
+            raise InvariantError("nothing to evict")
+        return next(iter(self._order))
 
     def evict(self) -> BlockHash:
         if not self._order:
@@ -148,14 +159,20 @@ class LeastWorth:
         self._serials[entry.name] = self._serial
         heapq.heappush(self._heap, (entry.floor + self._worth(entry), self._serial, entry.name))
 
-    def evict(self) -> BlockHash:
+    def next(self) -> BlockHash:
         while self._heap:
-            key, serial, name = heapq.heappop(self._heap)
+            _, serial, name = self._heap[0]
             if self._serials.get(name) == serial:
-                del self._serials[name]
-                self._floor = max(self._floor, key)
                 return name
+            heapq.heappop(self._heap)
         raise InvariantError("nothing to evict")
+
+    def evict(self) -> BlockHash:
+        name = self.next()
+        key, _, _ = heapq.heappop(self._heap)
+        del self._serials[name]
+        self._floor = max(self._floor, key)
+        return name
 
     def clear(self) -> None:
         self._heap.clear()

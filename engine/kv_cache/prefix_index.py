@@ -104,11 +104,17 @@ class PrefixIndex:
         """Count another request that found the block."""
         self._held[block].num_uses += 1
 
-    def park(self, block: BlockId) -> None:
-        """Park a block that lost its last reference as the most recently used cache entry."""
+    @property
+    def next_parked_at(self) -> int:
+        """When the entry that would be evicted next was parked. InvariantError when nothing is parked."""
+        return self._entries[self._policy.next()].parked_at
+
+    def park(self, block: BlockId, at: int = 0) -> None:
+        """Park a block that lost its last reference as the most recently used cache entry. `at`: a count that grows."""
         entry = self._held[block]
         if not entry.is_parked:
             entry.is_parked = True
+            entry.parked_at = at
             self._num_parked += 1
             self._policy.park(entry)
 

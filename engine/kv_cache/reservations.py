@@ -99,15 +99,15 @@ class Reservations:
         if transfer_id in self._reserved or transfer_id in self._quarantined or self.has_request(request.request_id):
             raise InvalidRequest(f"transfer {transfer_id} or its request already exists")
         self._screen(request)
-        match = self._blocks.match(request, max_tokens=max_held_tokens)
+        match = self._blocks.match(request, max_tokens=max_held_tokens, is_computed_elsewhere=True)
         if match.cost > self._blocks.num_available:
             found = self._blocks.found(request, match)
-            self._pins.make_way(match.num_blocks + match.num_missing, found)
+            self._pins.make_way(match.num_total, found)
             # Blocks of its prefix that only a pin kept count as evictable now.
-            match = self._blocks.match(request, max_tokens=max_held_tokens)
+            match = self._blocks.match(request, max_tokens=max_held_tokens, is_computed_elsewhere=True)
         # One test for both, so that a refusal takes nothing; the promise that follows cannot fail.
         self._blocks.promise(match.cost)
-        self._blocks.unpromise(match.num_parked)
+        self._blocks.unpromise(match.num_parked + match.num_window_blocks)
         self._blocks.take_prefix(request, match)
         # An earlier attempt announced how much is held: hold no more now.
         num_loaded = self._bring_up(request, match) if max_held_tokens is None else 0
@@ -133,7 +133,8 @@ class Reservations:
         if reservation.bound is None:
             reservation.bound = tuple(self._blocks.allocate_promised(reservation.grant.num_blocks))
             self._blocks.grow(reservation.request, reservation.bound)
-            self.on_bound(reservation.bound)
+            sets = self._blocks.cover(reservation.request, reservation.request.num_tokens)
+            self.on_bound((*reservation.bound, *(block for each in sets for block in each)))
         return reservation.bound
 
     def commit(self, transfer_id: TransferId, first_token: int, *, num_cached_tokens: int | None = None) -> None:
@@ -216,7 +217,7 @@ class Reservations:
 
     def references(self) -> list[BlockId]:
         """References that reservations and quarantines own, for audits."""
-        held = [block for r in self._reserved.values() for block in r.request.block_table]
+        held = [block for r in self._reserved.values() for block in self._blocks.held(r.request)]
         return held + [block for q in self._quarantined.values() for block in q.references]
 
 

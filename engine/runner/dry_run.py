@@ -16,7 +16,8 @@ import torch
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.runner.model_runner import ModelRunner
-from engine.types.request import Batch, BatchItem, BlockTable, Request
+from engine.types.block_table import BlockTable
+from engine.types.request import Batch, BatchItem, Request
 from engine.types.step_inputs import StepInputs
 from tandem.process.host_memory import return_freed_memory
 from tandem.values.ids import BlockHash, BlockId, RequestId

@@ -52,11 +52,15 @@ def _most_drafts(item: BatchItem) -> int:
 
 def _room(request: Request, num_drafts: int, blocks: BlockManager, num_running: int | None) -> int:
     """How many of the drafts find a block, taking blocks for them; `num_running` None: of those it has."""
-    held = len(request.block_table)
-    missing = blocks.blocks_for(request.num_tokens + num_drafts) - held
-    if missing > 0 and num_running is not None:
-        granted = min(missing, max(0, blocks.num_available - num_running))
-        if granted:
-            blocks.grow(request, blocks.allocate(granted))
-            held += granted
-    return min(num_drafts, held * blocks.block_size - request.num_tokens)
+    size, spare = blocks.block_size, 0 if num_running is None else max(0, blocks.num_available - num_running)
+    end = request.num_tokens + num_drafts
+    while end > request.num_tokens and blocks.num_missing(request, end) > spare:
+        end = (end - 1) // size * size  # one block less
+    if end > request.num_tokens:
+        blocks.extend(request, end)
+    covered = blocks.coverable_tokens(request)
+    room = min(len(request.block_table) * size, request.num_tokens + num_drafts)
+    if covered is not None:
+        room = min(room, covered)
+        blocks.cover(request, room)
+    return room - request.num_tokens

@@ -49,6 +49,8 @@ class FastForwardScheduler(Scheduler):
         """The run of steps that `fast_forward` may take at once."""
         if self._ahead or self.tiers is not None or self.offloading is not None or self._speculation is not None:
             return NO_RUN
+        if self._config.windows is not None:  # whose blocks change hands in most steps
+            return NO_RUN
         return _steady_run(self._table, self.blocks, self._config)
 
     def fast_forward(self, num_steps: int, token_id: int) -> StepOutput:

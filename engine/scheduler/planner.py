@@ -187,9 +187,9 @@ class StepPlanner:
         if request.state is not RequestState.RUNNING or not plan.has_room(request.num_unplanned_tokens):
             return
         num_tokens = request.num_tokens + request.num_awaited_tokens
-        num_missing = self._blocks.blocks_for(num_tokens) - len(request.block_table)
+        num_missing = self._blocks.num_missing(request, num_tokens)
         while num_missing > self._blocks.num_available:
-            if self._pins.make_way(self._blocks.blocks_for(num_tokens), request.block_table):
+            if self._pins.make_way(self._blocks.num_needed(num_tokens), self._blocks.held(request)):
                 continue
             if self._ahead:
                 self._must_settle = True
@@ -200,8 +200,17 @@ class StepPlanner:
                 return
             self._preempt(victim, plan)
         if num_missing > 0:
-            self._blocks.grow(request, self._blocks.allocate(num_missing))
-        plan.add(request)
+            self._blocks.extend(request, num_tokens)
+        self._add(request, plan)
+
+    def _add(self, request: Request, plan: StepPlan) -> None:
+        """Schedule the request's next tokens, as far as the budgets and the blocks of its windows go."""
+        covered = self._blocks.coverable_tokens(request)
+        if covered is None:
+            plan.add(request)
+        elif covered > request.num_planned_tokens:
+            num_tokens = plan.add(request, most=covered - request.num_planned_tokens)
+            self._blocks.cover(request, request.num_planned_tokens + num_tokens)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Move a running request back to the queue. Its KV is saved, or remains in the prefix cache until evicted."""
@@ -251,7 +260,7 @@ class StepPlanner:
         """Make room for the queue's head: release pins beside which it never fits, or preempt. False if nothing gave
         way.
         """
-        if self._pins.make_way(match.num_blocks + match.num_missing, self._blocks.found(head, match)):
+        if self._pins.make_way(match.num_total, self._blocks.found(head, match)):
             return True
         victim = choose_preemption_victim(head, self._table, self._blocks)
         if victim is None:
@@ -285,7 +294,7 @@ class StepPlanner:
             tiers.record_misses(request, found + num_below)
         self._blocks.take_prefix(request, match)
         if tail is not None:
-            plan.move(request, loads=[], copies=[self._blocks.fork(request, tail.block)])
+            plan.move(request, loads=[], copies=self._blocks.fork(request, tail.source, tail.index))
             request.num_computed_tokens = tail.num_tokens
         missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
         self._blocks.grow(request, self._blocks.allocate(missing))
@@ -303,7 +312,7 @@ class StepPlanner:
         self._in_flight.forget(request)
         self._in_flight.enter(request)
         self._note_admission(request, now)
-        plan.add(request)
+        self._add(request, plan)
         return True
 
     def _note_admission(self, request: Request, now: float) -> None:

@@ -38,7 +38,7 @@ from engine.types.kv_events import KVEventLog
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
 from engine.types.step_output import Load, SettledDraft, StepOutput, StepTimings
 from engine.types.token_guide import follow
-from tandem.errors import InvalidRequest, InvariantError, Overloaded
+from tandem.errors import ConfigError, InvalidRequest, InvariantError, Overloaded
 from tandem.telemetry.logs import about
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockId, RequestId
@@ -90,8 +90,16 @@ class Scheduler:
         kv_events = KVEventLog(config.kv_event_capacity)
         blocks, size, policy = config.num_blocks, config.block_size, eviction_policy(config.eviction)
         self.blocks = BlockManager(
-            num_blocks=blocks, block_size=size, hasher=hasher, events=kv_events, policy=policy, clock=clock
+            num_blocks=blocks,
+            block_size=size,
+            hasher=hasher,
+            events=kv_events,
+            policy=policy,
+            clock=clock,
+            windows=config.windows,
         )
+        if config.windows is not None and (tier is not None or cache is not None):
+            raise ConfigError("KV of windowed layers in blocks of their own cannot be kept in lower tiers")
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:
             self.blocks.set_lower_cache(self.tiers)
@@ -269,6 +277,8 @@ class Scheduler:
                 continue
             if start // size != end // size or request.prefill_only:
                 self._commit_blocks(request, start // size)
+            if request.windows is not None:
+                self.blocks.slide(request)
             if token is not None:
                 num_caught_up -= 1  # a token more to compute
                 if self._commit_token(request, token) or request.prefill_only:
@@ -317,6 +327,8 @@ class Scheduler:
         request.num_computed_tokens = end = start + settled.num_computed
         if start // size != end // size:
             self._commit_blocks(request, start // size)
+        if request.windows is not None:
+            self.blocks.slide(request)
         request.finish_reason = settled.finish_reason
         last = len(settled.tokens) - 1
         for i, token in enumerate(settled.tokens):
@@ -428,7 +440,7 @@ class Scheduler:
             self.tiers.check_invariants()
         owned = self.reservations.references() + self.blocks.pinned_blocks() + self.pins.references()
         for request in self._table.requests.values():
-            owned.extend(request.block_table)
+            owned.extend(self.blocks.held(request))
         owners = Counter(owned)
         for block in map(BlockId, range(self.blocks.pool.num_blocks)):
             if owners[block] != self.blocks.pool.num_refs(block):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.types.request import Request, RequestState
-from tandem.values.ids import BlockHash, BlockId, RequestId
+from tandem.values.ids import BlockHash, RequestId
 
 MAX_STALLS = 8
 
@@ -39,7 +39,10 @@ class _Wait(NamedTuple):
 class MatchingTail(NamedTuple):
     """A block that holds all but the last of a request's known tokens beyond its full blocks."""
 
-    block: BlockId
+    source: Request
+    """The request that has it."""
+    index: int
+    """Which of its token blocks it is."""
     num_tokens: int
     """Known tokens that need not be computed, from the sequence's start."""
 
@@ -119,7 +122,9 @@ class SharedPrefills:
         other, needed = self._ahead(request, num_found_blocks)
         if other is None or other.num_computed_tokens < needed:
             return None
-        return MatchingTail(other.block_table[num_found_blocks], needed)
+        if not self._blocks.may_fork(other, num_found_blocks):
+            return None
+        return MatchingTail(other, num_found_blocks, needed)
 
     def _ahead(self, request: Request, num_found_blocks: int) -> tuple[Request | None, int]:
         """The request that computes the next tokens, and the number of tokens it must have computed to provide them."""

@@ -54,17 +54,20 @@ class StepPlan:
         self.tokens_left -= 1
         self.rows_left -= 1
 
-    def add(self, request: Request) -> None:
-        """Schedule as many of the request's next tokens as the budgets allow."""
+    def add(self, request: Request, *, most: int | None = None) -> int:
+        """Schedule as many of the request's next tokens as the budgets allow, and at most `most`. Returns how many."""
         gap = request.num_unplanned_tokens
         if gap == 1:
             self.add_token(request)
-            return
+            return 1
         num_tokens = min(gap, self.chunk_left, self.tokens_left)
+        if most is not None:
+            num_tokens = min(num_tokens, most)
         self._items.append(BatchItem(request, request.num_planned_tokens, num_tokens, num_tokens == gap))
         self.chunk_left -= num_tokens
         self.tokens_left -= num_tokens
         self.rows_left -= 1
+        return num_tokens
 
     def add_drafts(self, place: int, drafts: tuple[int, ...]) -> None:
         """Let the share at this place verify drafts too. Shares with drafts are not dropped again."""

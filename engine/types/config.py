@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.types.windows import WindowSpec
 from tandem.errors import ConfigError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.step_sizes import DRAFT_SOURCES
@@ -52,6 +53,8 @@ class SchedulerConfig:
     """Order in which cached blocks are evicted: one of `EVICTION_POLICIES`."""
     max_overtakes: int
     """Requests that may overtake an earlier one because more of their prompt is cached; 0: none."""
+    windows: WindowSpec | None = None
+    """Of a model whose windowed layers have blocks of their own; None: a block holds all layers."""
     priority_aging_s: float | None
     """Delay by which a request of the next lower priority ranks later; None: it ranks strictly after all above it."""
 
@@ -74,6 +77,8 @@ class SchedulerConfig:
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens that one sequence can ever reach: the model's context, or the whole pool where that is smaller."""
+        if self.windows is not None:
+            return min(self.max_model_len, self.windows.max_tokens(self.num_blocks))
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 

@@ -6,15 +6,16 @@ Everything here is touched by the engine thread alone.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from typing import NamedTuple
 
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
+from engine.types.block_table import BlockTable
 from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.token_guide import TokenGuide
+from engine.types.windows import WindowTable
 from tandem.errors import InvariantError
 from tandem.values.ids import BlockHash, BlockId, RequestId
 from tandem.values.outputs import FinishReason as FinishReason
@@ -60,51 +61,6 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.HELD: frozenset({RequestState.FINISHED}),
     RequestState.FINISHED: frozenset(),
 }
-
-
-class BlockTable:
-    """A request's ordered physical blocks, as a C int array that a runner can view without copying."""
-
-    __slots__ = ("_ids", "version")
-
-    def __init__(self, ids: Iterable[BlockId] = ()) -> None:
-        self._ids = array("i", ids)
-        self.version = 0
-        """Changes with every edit that is not an append, so that a mirror of the table copies only new blocks."""
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> BlockId:
-        return BlockId(self._ids[index])
-
-    def __iter__(self) -> Iterator[BlockId]:
-        return (BlockId(i) for i in self._ids)
-
-    @property
-    def ids(self) -> "array[int]":
-        """The live array; read-only by convention, and never kept across a step."""
-        return self._ids
-
-    def append(self, block: BlockId) -> None:
-        """Add the block for the next `block_size` tokens."""
-        self._ids.append(block)
-
-    def extend(self, blocks: Iterable[BlockId]) -> None:
-        """Add the blocks for the next tokens, in order."""
-        self._ids.extend(blocks)
-
-    def replace(self, index: int, block: BlockId) -> None:
-        """Point at an equal block instead: the one place where a table is not append-only (deduplication)."""
-        self._ids[index] = block
-        self.version += 1
-
-    def clear(self) -> list[BlockId]:
-        """Give up every block, in order."""
-        ids = [BlockId(i) for i in self._ids]
-        del self._ids[:]
-        self.version += 1
-        return ids
 
 
 class EndRule(NamedTuple):
@@ -155,6 +111,8 @@ class Request:
     held: BlockSeconds = field(default_factory=BlockSeconds)
     """Block-seconds held so far, on the block manager's clock."""
     block_table: BlockTable = field(default_factory=BlockTable)
+    windows: WindowTable | None = None
+    """Blocks of windowed layers, where these have their own; None: all layers share those of `block_table`."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     guide: TokenGuide | None = None

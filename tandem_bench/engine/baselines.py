@@ -18,7 +18,8 @@ from typing import Any
 
 from engine.assembly import EngineParts
 from engine.scheduler.scheduler import Scheduler
-from engine.types.request import Batch, BatchItem, BlockTable, Request
+from engine.types.block_table import BlockTable
+from engine.types.request import Batch, BatchItem, Request
 from tandem.values.ids import BlockHash, BlockId, RequestId
 from tandem.values.sampling import SamplingParams
 from tandem_bench.engine import policies

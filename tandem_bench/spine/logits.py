@@ -16,7 +16,8 @@ from engine.model.loader import load_model
 from engine.model.memory_budget import kv_layout
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step_input_builder import build_step_inputs
-from engine.types.request import Batch, BatchItem, BlockTable, Request
+from engine.types.block_table import BlockTable
+from engine.types.request import Batch, BatchItem, Request
 from tandem.values.ids import BlockHash, BlockId, RequestId
 from tandem.values.sampling import SamplingParams
 from tandem_bench.report import Row, figure

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 from engine.types.request import Batch, SampledToken
 from tandem.values.ids import BlockId, RequestId
-from tests.support.engine.ledger import LedgerRunner, next_token
+from tests.support.engine.ledger import LedgerRunner, Windows, next_token, windows_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     request_id: RequestId
     table: tuple[BlockId, ...]
+    windows: Windows
     start: int
     tokens: tuple[int | None, ...]
     """None: what the step before samples for the same request."""
@@ -51,13 +52,20 @@ class DelayedStep:
         """Everything that the step reads or writes."""
         moved = {copy.source for copy in self.batch.copies} | {copy.target for copy in self.batch.copies}
         moved |= {offload.source for offload in self.batch.offloads}
-        return moved | {load.target for load in self.batch.loads} | {block for row in self.rows for block in row.table}
+        tables = [row.table for row in self.rows]
+        size, window = self.runner.block_size, self.runner.window or 0
+        tables += [
+            group[max(0, row.start + 1 - window) // size :] for row in self.rows for group in row.windows[1]
+        ]
+        return moved | {load.target for load in self.batch.loads} | {block for table in tables for block in table}
 
     def written(self) -> set[BlockId]:
         """Everything that the step writes."""
         size = self.runner.block_size
         moved = {copy.target for copy in self.batch.copies} | {load.target for load in self.batch.loads}
-        return moved | {block for row in self.rows for block in row.table[row.start // size :]}
+        tables = [row.table for row in self.rows] + [group for row in self.rows for group in row.windows[1]]
+        starts = [row.start for row in self.rows] + [row.start for row in self.rows for _ in row.windows[1]]
+        return moved | {b for table, start in zip(tables, starts, strict=True) for b in table[start // size :]}
 
 
 class DelayedRunner(LedgerRunner):
@@ -82,7 +90,7 @@ class DelayedRunner(LedgerRunner):
             table = tuple(request.block_table)[: -(-end // self.block_size)]
             assert end <= len(table) * self.block_size
             tokens = tuple(known) or (None,)
-            rows.append(_Row(request.request_id, table, start, tokens, samples, drafts))
+            rows.append(_Row(request.request_id, table, windows_of(request), start, tokens, samples, drafts))
         step = DelayedStep(runner=self, batch=batch, rows=rows)
         self.pending.append(step)
         return step
@@ -99,6 +107,8 @@ class DelayedRunner(LedgerRunner):
         self.move(step.batch)
         for row in step.rows:
             state = self.read(row.table, row.start)[-1] if row.start else 7
+            if row.start:
+                self.check_windows(row.windows, row.table, row.start)
             for i, known in enumerate(row.tokens):
                 token = known
                 if token is None:
@@ -107,6 +117,7 @@ class DelayedRunner(LedgerRunner):
                     self.num_fed += 1
                 state = (state * 1_000_003 + token + 1) % (2**61 - 1)
                 self.write(row.table, row.start + i, state)
+                self.write_windows(row.windows, row.start + i, state)
             self.num_computed += len(row.tokens) + len(row.drafts)
             if row.samples:
                 end = row.start + len(row.tokens)
@@ -114,6 +125,7 @@ class DelayedRunner(LedgerRunner):
                 for i, draft in enumerate(row.drafts):
                     state = (state * 1_000_003 + draft + 1) % (2**61 - 1)
                     self.write(row.table, end + i, state)
+                    self.write_windows(row.windows, end + i, state)
                     step.sampled[row.request_id].append(next_token(self.read(row.table, end + i + 1)))
         step.is_done = True
         self._last = step

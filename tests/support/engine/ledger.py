@@ -106,8 +106,10 @@ class Done:
 class LedgerRunner:
     """Memory of (block, slot) -> entry. Implements `engine.types.runner.Runner`."""
 
-    def __init__(self, block_size: int = BLOCK) -> None:
+    def __init__(self, block_size: int = BLOCK, window: int | None = None) -> None:
+        """`window`: latest tokens whose entries the requests' windows must hold too, if they have any."""
         self.block_size = block_size
+        self.window = window
         self.memory: dict[tuple[int, int], int | None] = {}
         self.host: dict[int, list[int | None]] = {}
         self.num_computed = 0
@@ -124,9 +126,13 @@ class LedgerRunner:
         for item in batch.items:
             request, end = item.request, item.start + item.num_tokens
             state = self.read(request.block_table, item.start)[-1] if item.start else 7
+            windows = windows_of(request)
+            if item.start:
+                self.check_windows(windows, request.block_table, item.start)
             for position in range(item.start, end):
                 state = (state * 1_000_003 + request.token_ids[position] + 1) % (2**61 - 1)
                 self.write(request.block_table, position, state)
+                self.write_windows(windows, position, state)
             self.num_computed += item.num_tokens
             if request.scoring is not None:
                 score(request, request.scoring, item.start, item.num_tokens)
@@ -135,11 +141,13 @@ class LedgerRunner:
             for i, draft in enumerate(item.drafts):
                 state = (state * 1_000_003 + draft + 1) % (2**61 - 1)
                 self.write(request.block_table, end + i, state)
+                self.write_windows(windows, end + i, state)
                 self.num_computed += 1
                 sampled.append(self.sample(request, end + i + 1))
         return sampled
 
     def sample(self, request: Request, num_tokens: int) -> SampledToken:
+        self.check_windows(windows_of(request), request.block_table, num_tokens)
         token_id = next_token(self.read(request.block_table, num_tokens))
         # Of no distribution: who asks for alternatives gets the first tokens.
         top = [TokenLogprob(token_id=i, logprob=-float(i)) for i in range(request.params.num_logprobs or 0)]
@@ -171,11 +179,42 @@ class LedgerRunner:
     def write(self, blocks: Sequence[BlockId], position: int, entry: int) -> None:
         self.memory[blocks[position // self.block_size], position % self.block_size] = entry
 
+    def write_windows(self, windows: "Windows", position: int, entry: int) -> None:
+        """Write a token's entry, marked by its group, into a request's windows."""
+        first, groups = windows
+        assert first <= position // self.block_size, "written before the window"
+        for group, blocks in enumerate(groups):
+            self.write(blocks, position, entry * 8 + group)
+
+    def check_windows(self, windows: "Windows", blocks: Sequence[BlockId], num_tokens: int) -> None:
+        """Compare the windows of the token after `num_tokens` with the entries of all tokens, which `blocks` have."""
+        if self.window is None:
+            return
+        first, groups = windows
+        begin = max(0, num_tokens + 1 - self.window)
+        entries = self.read(blocks, num_tokens)
+        assert groups, "a request without windows"
+        assert first <= begin // self.block_size, "read before the window"
+        for group, held in enumerate(groups):
+            for position in range(begin, num_tokens):
+                block = held[position // self.block_size]
+                assert self.memory[block, position % self.block_size] == entries[position] * 8 + group
+
     def write_range(self, blocks: Sequence[BlockId], tokens: Sequence[int], start: int, end: int) -> None:
         """What a transport does: correct entries of tokens [start, end) into the table's blocks."""
         entries = kv_of(tokens)
         for position in range(start, end):
             self.write(blocks, position, entries[position])
+
+
+Windows = tuple[int, Sequence[Sequence[BlockId]]]
+"""First token block that the windows of a request hold, and their tables by group."""
+
+
+def windows_of(request: Request) -> Windows:
+    """A copy of a request's windows; without groups where it has none."""
+    table = request.windows
+    return (0, ()) if table is None else (table.first, tuple(tuple(group) for group in table.groups))
 
 
 def score(request: Request, scoring: PromptScoringState, start: int, num_tokens: int) -> None:

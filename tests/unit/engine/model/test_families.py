@@ -11,7 +11,7 @@ from engine.model.config import parse_model_config
 from engine.model.families.registry import FAMILIES
 from engine.model.parameters import parameter_table
 from engine.model.spec import ModelSpec
-from engine.types.request import BlockTable
+from engine.types.block_table import BlockTable
 from tandem.errors import ConfigError
 from tests.support.engine.families import FAMILY_CASES, FamilyCase
 from tests.support.engine.paged_harness import Session, load_plain, random_tokens, reference_logits

@@ -55,10 +55,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tier = HostTier(num_slots)
         self.runner = self.make_runner()
         self.sched = self.make_scheduler(config)
-        # Copying is next to free: whatever fits in the tier goes there.
-        self.sched.offloading.rates = MeasuredRates(
-            prefill_tokens_per_s=1.0, offload_bytes_per_s=1e9, load_bytes_per_s=1e9
-        )
+        if self.sched.offloading is not None:
+            # Copying is next to free: whatever fits in the tier goes there.
+            self.sched.offloading.rates = MeasuredRates(
+                prefill_tokens_per_s=1.0, offload_bytes_per_s=1e9, load_bytes_per_s=1e9
+            )
         self.sched._planner._pace = ledger.Crawl(with_decodes)
         self.now = 0.0
         self.requests: dict[RequestId, Request] = {}
@@ -231,17 +232,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if was_bound or len(request.block_table) > held // ledger.BLOCK:
             bound = reservations.bind(transfer_id)
             landed = total if outcome == "commit" else data.draw(st.integers(held, total))
-            self.runner.write_range(request.block_table, request.token_ids, held, landed)
+            self.land(request, held, landed)
             if outcome != "commit" and not (quiet and outcome != "quarantine"):
-                self.stale_writers[transfer_id] = bound[
-                    (landed - held) // ledger.BLOCK if outcome != "quarantine" else 0 :
-                ]
+                num_landed = (landed - held) // ledger.BLOCK if outcome != "quarantine" else 0
+                self.stale_writers[transfer_id] = self.awaited(request, bound[num_landed:])
         else:
             landed = held
         del self.reserved[transfer_id]  # after the last draw: one that finds no more data ends the history there
         self.finish_transfer(transfer_id, request, outcome, landed, quiet)
         if transfer_id in self.stale_writers:
             self.write_garbage(transfer_id)
+
+    def land(self, request: Request, held: int, landed: int) -> None:
+        """What a transport does: tokens [held, landed) arrive."""
+        self.runner.write_range(request.block_table, request.token_ids, held, landed)
+
+    def awaited(self, _request: Request, blocks: tuple[BlockId, ...]) -> tuple[BlockId, ...]:
+        """All blocks that a writer may still write, of those token blocks at the request's end."""
+        return blocks
 
     def finish_transfer(
         self, transfer_id: TransferId, request: Request, outcome: str, landed: int, quiet: bool

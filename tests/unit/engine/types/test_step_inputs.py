@@ -9,7 +9,8 @@ import pytest
 
 from engine.runner.step_input_builder import StepInputBuilder, build_step_inputs
 from engine.types.block_moves import BlockCopy
-from engine.types.request import Batch, BatchItem, BlockTable, Request
+from engine.types.block_table import BlockTable
+from engine.types.request import Batch, BatchItem, Request
 from engine.types.step_inputs import StepInputs
 from tandem.errors import InvariantError
 from tandem.values.ids import BlockHash, BlockId, RequestId
