@@ -9,6 +9,7 @@ from engine.model.backend import Projection, ProjectionRole, RecordableModel
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, as_tensor
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
+from engine.model.layers.grouped_attention import attention_of_groups
 from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
 from engine.model.layers.norm import LayerNorm, PassThrough, RMSNorm, TorchRowNorm
 from engine.model.layers.torch_attention import TorchAttention
@@ -80,7 +81,7 @@ class TorchBackend:
         return TorchRowNorm(weight, eps, kind)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
-        return TorchAttention(spec, cache)
+        return attention_of_groups(spec, cache, TorchAttention)
 
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
-from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BITS, KVLayout
+from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BITS, KVLayout, windows_worth_keeping_apart
 
 MAX_GATHER_BYTES = 256 * 2**20
 """Most bytes that one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
@@ -172,8 +172,13 @@ def kv_layout(
     block_size: int,
     tp_size: int = 1,
     kv_dtype: str = AUTO_DTYPE,
+    apart_below: int | None = None,
 ) -> KVLayout:
-    """KV geometry of a model that computes in `dtype`, for rank 0 of `tp_size`."""
+    """KV geometry of a model that computes in `dtype`, for rank 0 of `tp_size`.
+
+    `apart_below`: layers with windows of fewer tokens are kept apart from those that attend to everything; None: none.
+    """
+    layers, window = windows_worth_keeping_apart(config.layer_windows, apart_below or 0)
     return KVLayout(
         model_fingerprint=fingerprint,
         dtype=dtype if kv_dtype == AUTO_DTYPE else kv_dtype,
@@ -182,6 +187,8 @@ def kv_layout(
         head_dim=config.head_dim,
         block_size=block_size,
         tp_size=tp_size,
+        windowed_layers=layers,
+        window=window,
     )
 
 

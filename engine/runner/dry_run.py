@@ -18,6 +18,7 @@ from engine.model.decoder import Decoder
 from engine.runner.model_runner import ModelRunner
 from engine.types.block_table import BlockTable
 from engine.types.request import Batch, BatchItem, Request
+from engine.types.windows import WindowTable
 from engine.types.step_inputs import StepInputs
 from tandem.process.host_memory import return_freed_memory
 from tandem.values.ids import BlockHash, BlockId, RequestId
@@ -107,13 +108,13 @@ def measure_workspace_bytes(
     prefill = _prefill_spans(max_batched_tokens, prefill_chunk_tokens, max_rows, max_context)
     rows = min(max_rows, max_batched_tokens)
     for spans in (prefill, *_decode_steps(rows, max_context, max_pool_tokens, compiles=model.device.type == "cuda")):
-        runner.launch(_batch(layout.block_size, spans)).tokens()
+        runner.launch(_batch(layout, spans)).tokens()
     if max_draft_rows and rows > max_running_requests:
         # Rows after drafts are penalised by other tensors than as many requests.
         drafts = _drafts(max_running_requests, rows - max_running_requests)
         length = max(1, min(max_context, max_pool_tokens // max_running_requests) - max(drafts))
         spans = [(length - 1, 1)] * max_running_requests
-        runner.launch(_batch(layout.block_size, spans, drafts)).tokens()
+        runner.launch(_batch(layout, spans, drafts)).tokens()
     if layout.tp_size == 1:
         # The same graphs as will be recorded over the real pool: they keep their memory.
         runner.record_graphs(max_rows=max_rows, max_tokens=max_batched_tokens, max_length=max_context)
@@ -160,19 +161,22 @@ def _drafts(num_requests: int, num_drafts: int) -> list[int]:
     return [num_drafts // num_requests + (i < num_drafts % num_requests) for i in range(num_requests)]
 
 
-def _batch(block_size: int, spans: list[tuple[int, int]], drafts: Sequence[int] | None = None) -> Batch:
+def _batch(layout: KVLayout, spans: list[tuple[int, int]], drafts: Sequence[int] | None = None) -> Batch:
     """`drafts`: number of drafts of each request; None: no drafts."""
+    num_windows = len(layout.groups) - 1
     items = []
     for number, (start, count) in enumerate(spans):
         num_drafts = 0 if drafts is None else drafts[number]
         tokens = array("i", [0]) * (start + count)
+        num_blocks = -(-(len(tokens) + num_drafts) // layout.block_size)
         request = Request(
             request_id=RequestId(f"dry-run-{number}"),
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
             params=_WIDE_SAMPLING,
             hash_root=BlockHash(b""),
-            block_table=BlockTable([BlockId(0)] * -(-(len(tokens) + num_drafts) // block_size)),
+            block_table=BlockTable([BlockId(0)] * num_blocks),
+            windows=WindowTable(num_windows, first=num_blocks) if num_windows else None,
         )
         items.append(BatchItem(request, start, count, samples=True, drafts=(0,) * num_drafts))
     return Batch(items=tuple(items))

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.types.block_table import BlockTable
 from engine.types.request import Batch, BatchItem, Request
-from engine.types.step_inputs import IntArray, StepInputs, no_moves
+from engine.types.step_inputs import IntArray, StepInputs, no_moves, no_slots, no_tables
+from engine.types.windows import WindowTable
 from tandem.errors import InvariantError
 
 _GROWTH = 1.5
@@ -26,13 +28,11 @@ def build_step_inputs(batch: Batch, block_size: int) -> StepInputs:
 class StepInputBuilder:
     """Lays out batches in the order of their launch."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_window_groups: int = 0) -> None:
+        """`num_window_groups`: groups of windowed layers that have blocks of their own."""
         self._block_size = block_size
-        self._tables: IntArray = np.zeros((0, 0), dtype=np.int64)
-        # For each row of the remembered tables: request, version of its table, number of blocks copied.
-        self._requests: list[Request] = []
-        self._versions: list[int] = []
-        self._filled: list[int] = []
+        self._tables = _TableMirror()
+        self._windows = tuple(_TableMirror() for _ in range(num_window_groups))
         self._last: Batch | None = None
 
     def build(self, batch: Batch) -> StepInputs:
@@ -56,8 +56,10 @@ class StepInputBuilder:
         ends = np.cumsum(counts)
         num_single = int(np.count_nonzero(counts == 1))
         sequence, positions = _rows(starts, counts, ends, num_single)
-        tables = self._gather_tables(ordered, -(-(starts + counts) // self._block_size))
-        blocks = tables[sequence, positions // self._block_size]
+        needed = -(-(starts + counts) // self._block_size)
+        tables = self._tables.gather([request.block_table for request in ordered], needed)
+        columns = positions // self._block_size
+        window_tables, window_slots = self._gather_windows(ordered, needed, sequence, positions)
         last_row = np.empty(len(ordered), dtype=np.int64)
         last_row[order] = ends - 1
         scores, pooled, num_top = no_moves(), no_moves(), 0
@@ -70,7 +72,7 @@ class StepInputBuilder:
             token_ids=token_ids,
             feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else no_moves(),
             positions=positions,
-            slots=blocks * self._block_size + positions % self._block_size,
+            slots=tables[sequence, columns] * self._block_size + positions % self._block_size,
             tables=tables,
             starts=starts,
             counts=counts,
@@ -83,53 +85,86 @@ class StepInputBuilder:
             scores=scores,
             pooled=pooled,
             num_top=num_top,
+            window_tables=window_tables,
+            window_slots=window_slots,
         )
 
-    def _gather_tables(self, requests: list[Request], needed: IntArray) -> IntArray:
+    def _gather_windows(
+        self, requests: list[Request], needed: IntArray, sequence: IntArray, positions: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Tables `[num_groups, num_seqs, max_blocks]` and slots `[num_groups, num_rows]` of windowed layers."""
+        size, tables, slots = self._block_size, [], []
+        for group, mirror in enumerate(self._windows):
+            held = [_windows(*each).groups[group] for each in zip(requests, needed.tolist(), strict=True)]
+            found = mirror.gather(held, needed)
+            tables.append(found)
+            slots.append(found[sequence, positions // size] * size + positions % size)
+        if not tables:
+            return no_tables(), no_slots()
+        return np.stack(tables), np.stack(slots)
+
+
+class _TableMirror:
+    """Block tables of the previous step as rows of an array: only new blocks are copied."""
+
+    def __init__(self) -> None:
+        self._rows: IntArray = np.zeros((0, 0), dtype=np.int64)
+        # For each row: the table that it mirrors, the table's version, number of blocks copied.
+        self._mirrored: list[BlockTable] = []
+        self._versions: list[int] = []
+        self._filled: list[int] = []
+
+    def gather(self, tables: list[BlockTable], needed: IntArray) -> IntArray:
         """Block ids of each sequence, `[num_seqs, max_blocks]`; `needed`: number of blocks of each."""
         wanted, width = needed.tolist(), int(needed.max())
-        if len(requests) > self._tables.shape[0] or width > self._tables.shape[1]:
-            shape = (int(len(requests) * _GROWTH) + 1, int(width * _GROWTH) + 1)
-            self._tables = np.zeros(np.maximum(shape, self._tables.shape), dtype=np.int64)
-            self._requests, self._versions, self._filled = [], [], []
-        versions = [request.block_table.version for request in requests]
-        # Usually the requests are the same, and only those that crossed a block's end have a new block.
-        if requests == self._requests and versions == self._versions:
+        if len(tables) > self._rows.shape[0] or width > self._rows.shape[1]:
+            shape = (int(len(tables) * _GROWTH) + 1, int(width * _GROWTH) + 1)
+            self._rows = np.zeros(np.maximum(shape, self._rows.shape), dtype=np.int64)
+            self._mirrored, self._versions, self._filled = [], [], []
+        versions = [table.version for table in tables]
+        # Usually the tables are the same, and only those that crossed a block's end have a new block.
+        if tables == self._mirrored and versions == self._versions:
             stale = np.flatnonzero(np.array(self._filled, dtype=np.int64) != needed).tolist()
         else:
-            self._keep(requests, versions)
+            self._keep(tables, versions)
             stale = [i for i, (kept, now) in enumerate(zip(self._filled, wanted, strict=True)) if kept != now]
         for i in stale:
-            self._fill(i, requests[i], wanted[i])
-        return self._tables[: len(requests), :width]
+            self._fill(i, tables[i], wanted[i])
+        return self._rows[: len(tables), :width]
 
-    def _keep(self, requests: list[Request], versions: list[int]) -> None:
-        """Move each remembered row to its request's present position; all other rows become empty."""
-        # Requests compare by identity, and none of those remembered can have died: they are held here.
-        rows = {id(request): i for i, request in enumerate(self._requests)}
+    def _keep(self, tables: list[BlockTable], versions: list[int]) -> None:
+        """Move each remembered row to its table's present position; all other rows become empty."""
+        # Tables compare by identity, and none of those remembered can have died: they are held here.
+        rows = {id(table): i for i, table in enumerate(self._mirrored)}
         sources, filled = [], []
-        for request, version in zip(requests, versions, strict=True):
-            row = rows.get(id(request), -1)
+        for table, version in zip(tables, versions, strict=True):
+            row = rows.get(id(table), -1)
             is_kept = row >= 0 and self._versions[row] == version
             sources.append(row if is_kept else -1)
             filled.append(self._filled[row] if is_kept else 0)
-        used = max(len(self._requests), len(requests))
+        used = max(len(self._mirrored), len(tables))
         width = max([*self._filled, 0])
-        moved = self._tables[sources, :width]
+        moved = self._rows[sources, :width]
         moved[np.array(sources, dtype=np.int64) < 0] = 0
-        self._tables[:used, :width] = 0
-        self._tables[: len(requests), :width] = moved
-        self._requests, self._versions, self._filled = list(requests), versions, filled
+        self._rows[:used, :width] = 0
+        self._rows[: len(tables), :width] = moved
+        self._mirrored, self._versions, self._filled = list(tables), versions, filled
 
-    def _fill(self, row: int, request: Request, needed: int) -> None:
+    def _fill(self, row: int, table: BlockTable, needed: int) -> None:
         """Update one row: its first `needed` blocks, then zeros."""
         filled = self._filled[row]
-        ids = request.block_table.ids
+        ids = table.ids
         if needed > filled:
-            self._tables[row, filled:needed] = ids[filled:needed]
+            self._rows[row, filled:needed] = ids[filled:needed]
         else:
-            self._tables[row, needed:filled] = 0
+            self._rows[row, needed:filled] = 0
         self._filled[row] = needed
+
+
+def _windows(request: Request, num_blocks: int) -> WindowTable:
+    if request.windows is None or len(request.windows) < num_blocks:
+        raise InvariantError(f"request {request.request_id}: its windows have fewer than {num_blocks} blocks")
+    return request.windows
 
 
 class _Drafted(NamedTuple):

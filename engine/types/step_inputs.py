@@ -7,7 +7,7 @@ backends and recorded steps compute drafts as they compute decodes, in the same 
 rows of such a request follow each other in the order of their positions.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,16 @@ IntArray = NDArray[np.int64]
 def no_moves() -> IntArray:
     """An empty array of pairs, `[0, 2]`."""
     return np.empty((0, 2), dtype=np.int64)
+
+
+def no_tables() -> IntArray:
+    """Tables of no group, `[0, 0, 0]`."""
+    return np.empty((0, 0, 0), dtype=np.int64)
+
+
+def no_slots() -> IntArray:
+    """Slots of no group, `[0, 0]`."""
+    return np.empty((0, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,15 @@ class StepInputs:
     pooled: IntArray = field(default_factory=no_moves)  # [num_pooled, 2], row to read, index of its request
     num_top: int = 0
     """Most likely tokens to report for each scored row."""
+    window_tables: IntArray = field(default_factory=no_tables)  # [num_window_groups, num_seqs, max_blocks], as
+    # `tables`, for layers that are kept apart; entries before a sequence's window name no block of it
+    window_slots: IntArray = field(default_factory=no_slots)  # [num_window_groups, num_rows], as `slots`
+
+    def of_group(self, group: int) -> "StepInputs":
+        """The step as it is for the layers of one group (`tandem.values.kv_layout.KVLayout.groups`)."""
+        if not group:
+            return self
+        return replace(self, tables=self.window_tables[group - 1], slots=self.window_slots[group - 1])
 
     @property
     def lengths(self) -> IntArray:

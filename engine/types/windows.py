@@ -31,12 +31,17 @@ class WindowSpec:
 
     @property
     def most_sets(self) -> int:
-        """Sets that a sequence needs at most, wherever its window begins within a block."""
-        return (self.window + self.ahead_tokens - 3) // self.block_size + 2
+        """Sets that a sequence needs at most, wherever in a block its last token is."""
+        size = self.block_size
+        return -(-(size - 1 + self.ahead_tokens) // size) - (1 - self.window) // size
 
     def first_block(self, num_tokens: int) -> int:
-        """First token block that the token after `num_tokens` tokens attends to."""
-        return max(0, num_tokens + 1 - self.window) // self.block_size
+        """First token block whose set a sequence of `num_tokens` tokens keeps.
+
+        The token after its last full block attends to it: so a sequence can be continued there, as a cached prefix, and
+        at its end.
+        """
+        return max(0, num_tokens // self.block_size * self.block_size + 1 - self.window) // self.block_size
 
     def num_blocks(self, num_tokens: int) -> int:
         """Most blocks, of layers of either kind, that a sequence of `num_tokens` tokens holds at once."""

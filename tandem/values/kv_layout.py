@@ -4,9 +4,15 @@ A block's payload is head-major, `[layer, block, k/v, kv_head, token, head_dim]`
 is contiguous and any tensor-parallel slice is a list of contiguous ranges. In int8 and int4 the scales of a block,
 `[k/v, kv_head, token]` of `scale_bytes` each, follow its codes within the payload, so that code that moves blocks moves
 both without knowing of either; fp8_e4m3 has scales that belong to the model, and none in its blocks.
+
+Layers that attend to a window may be kept apart from those that attend to everything, so that what precedes the window
+can be given up. Then a pool has as many planes as the model has layers that attend to everything, and a block holds one
+*group* of layers: these, or as many of the windowed ones. All groups have blocks of one size, from one pool.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8_e4m3": 8, "int4": 4}
 """Bits of a value, or of its code."""
@@ -55,6 +61,10 @@ class KVLayout:
     tp_rank: int = 0
     num_regions: int = 1
     """Number of memories that hold the ranks' KV, consecutive ranks in each and as many: 1, or one per process."""
+    windowed_layers: tuple[int, ...] = ()
+    """Layers that are kept apart from the others, ascending; empty: a block holds all layers."""
+    window: int = 0
+    """Latest tokens, itself included, that a token attends to in these layers; 0 where there are none."""
 
     @property
     def num_local_kv_heads(self) -> int:
@@ -80,18 +90,32 @@ class KVLayout:
         return _round_up(self.scale_offset + self._num_vectors * scale_bytes(self.dtype, self.head_dim))
 
     @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each group: those that attend to everything, then the windowed ones; one group of all if none is
+        kept apart.
+        """
+        return _groups(self.num_layers, self.windowed_layers)
+
+    @property
+    def planes_per_rank(self) -> int:
+        """Layers of one block: those of the largest group."""
+        return max(map(len, self.groups))
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of one rank."""
-        return self.num_layers * self.layer_block_bytes
+        """Bytes of one block over its layers, of one rank."""
+        return self.planes_per_rank * self.layer_block_bytes
 
     @property
     def num_planes(self) -> int:
-        """Number of planes: in a pool that ranks share, each layer of each rank is one, one rank after another."""
-        return self.tp_size * self.num_layers
+        """Number of planes: in a pool that ranks share, each layer of a block of each rank is one, one rank after
+        another.
+        """
+        return self.tp_size * self.planes_per_rank
 
     @property
     def worker_block_bytes(self) -> int:
-        """Bytes of one block over all layers of all ranks."""
+        """Bytes of one block over its layers, of all ranks."""
         return self.num_planes * self.layer_block_bytes
 
     @property
@@ -122,6 +146,28 @@ class KVLayout:
     @property
     def _code_bytes(self) -> int:
         return self._num_vectors * code_bytes(self.dtype, self.head_dim)
+
+
+def windows_worth_keeping_apart(windows: Sequence[int | None], max_context: int) -> tuple[tuple[int, ...], int]:
+    """Windowed layers and their greatest window, for KVLayout; no layers where nothing could be given up.
+
+    `windows`: of each layer; None: it attends to everything. Where all layers have windows, they stay together.
+    """
+    layers = tuple(layer for layer, window in enumerate(windows) if window is not None)
+    window = max((window for window in windows if window is not None), default=0)
+    if not 0 < len(layers) < len(windows) or window >= max_context:
+        return (), 0
+    return layers, window
+
+
+@lru_cache(maxsize=64)  # asked for with every block that moves, and of a few models
+def _groups(num_layers: int, windowed: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    whole = tuple(sorted(set(range(num_layers)) - set(windowed)))
+    if not windowed:
+        return (whole,)
+    num_groups = -(-len(windowed) // len(whole))
+    edges = [len(windowed) * i // num_groups for i in range(num_groups + 1)]
+    return (whole, *(windowed[begin:end] for begin, end in zip(edges, edges[1:], strict=False)))
 
 
 def may_differ_after_failover(dtype: str, *, deterministic: bool) -> bool:

@@ -4,6 +4,8 @@ Every processor has kernels for everything, on AMX tiles or on vectors as wide a
 step allocates nothing here: every result lies in a buffer with its own name.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ from engine.model.backend import Closing, Embedding, Norm, Projection, Projectio
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
+from engine.model.layers.grouped_attention import GroupedAttention, attention_of_groups
 from engine.model.layers.norm import RowNorm
 from engine.model.layers.torch_attention import TorchAttention
 from engine.model.spec import Activation, NormKind, NormSpec
@@ -267,15 +270,22 @@ class CpuBackend:
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         if cache.layout.dtype == "fp8_e4m3":
-            return TorchAttention(spec, cache)  # engine.backends.select has logged it
-        make = CpuCodeAttention if cache.layout.is_quantised else CpuAttention
-        return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
+            return attention_of_groups(spec, cache, TorchAttention)  # engine.backends.select has logged it
+        make = partial(
+            CpuCodeAttention if cache.layout.is_quantised else CpuAttention,
+            library=self._library,
+            kernels=self._kernels,
+            buffers=self._buffers,
+            deterministic=self._deterministic,
+        )
+        return attention_of_groups(spec, cache, make)
 
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. Only steps computed by our own kernels throughout can be recorded."""
-        if not isinstance(attention, CpuAttention):
+        parts = attention.backends if isinstance(attention, GroupedAttention) else (attention,)
+        if not all(isinstance(part, CpuAttention) for part in parts):
             return None
         return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)
 

@@ -147,7 +147,9 @@ class PoolPlan:
     def from_json(cls, data: memoryview) -> "PoolPlan":
         """Decode the output of `to_json`."""
         values: Mapping[str, Any] = json.loads(bytes(data))
-        return cls(**{**values, "layout": KVLayout(**values["layout"])})
+        layout = values.pop("layout")
+        layout["windowed_layers"] = tuple(layout["windowed_layers"])
+        return cls(**values, layout=KVLayout(**layout))
 
 
 class PoolMemory(Protocol):

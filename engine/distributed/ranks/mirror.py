@@ -73,4 +73,4 @@ class Mirror:
 
 def _planes(plan: PoolPlan, memory: memoryview, rank: int) -> Planes:
     part = memory[rank * plan.rank_bytes : (rank + 1) * plan.rank_bytes]
-    return np.frombuffer(part, dtype=np.uint8).reshape(plan.layout.num_layers, plan.num_blocks, -1)
+    return np.frombuffer(part, dtype=np.uint8).reshape(plan.layout.planes_per_rank, plan.num_blocks, -1)

@@ -1,17 +1,17 @@
 """Encodes one step's inputs as a flat byte string, which rank 0 sends to the others, and decodes it. Numpy only.
 
-Twelve little-endian int32 (rows, sequences, blocks of the widest table, samples, offloads, loads, copies, scores,
-pooled, `num_single`, `block_size`, `num_top`), then the arrays, of the same type.
+Thirteen little-endian int32 (rows, sequences, blocks of the widest table, window groups, samples, offloads, loads,
+copies, scores, pooled, `num_single`, `block_size`, `num_top`), then the arrays, of the same type.
 """
 
 import struct
 
 import numpy as np
 
-from engine.types.step_inputs import StepInputs
+from engine.types.step_inputs import StepInputs, no_slots, no_tables
 from tandem.errors import InvariantError
 
-_HEADER = struct.Struct("<12i")
+_HEADER = struct.Struct("<13i")
 _INT = np.dtype("<i4")
 
 
@@ -22,6 +22,7 @@ def encode_step(inputs: StepInputs) -> bytes:
         len(inputs.token_ids),
         num_seqs,
         max_blocks,
+        len(inputs.window_tables),
         len(inputs.sample_rows),
         len(inputs.offloads),
         len(inputs.loads),
@@ -44,6 +45,8 @@ def encode_step(inputs: StepInputs) -> bytes:
         inputs.copies,
         inputs.scores,
         inputs.pooled,
+        inputs.window_slots,
+        inputs.window_tables,
         inputs.tables,
     )
     return b"".join((header, *(array.astype(_INT).tobytes() for array in arrays)))
@@ -53,13 +56,14 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
     """Decode a step's inputs into new arrays. Raises InvariantError when the sizes contradict each other."""
     if len(data) < _HEADER.size:
         raise InvariantError("truncated step inputs")
-    rows, seqs, blocks, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)
-    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs), seqs * blocks)
-    if min(rows, seqs, blocks, samples, *pairs) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
+    rows, seqs, blocks, groups, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)
+    windows = (groups * rows, groups * seqs * blocks)
+    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs), *windows, seqs * blocks)
+    if min(rows, seqs, blocks, groups, samples, *pairs) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
         raise InvariantError(f"{len(data)} bytes are not a step of {rows} rows and {seqs} sequences of {blocks} blocks")
     values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
     parts = np.split(values, np.cumsum(sizes[:-1]))
-    token_ids, positions, slots, starts, counts, sample_rows, *found, tables = parts
+    token_ids, positions, slots, starts, counts, sample_rows, *found, window_slots, window_tables, tables = parts
     offloads, loads, copies, scores, pooled = (part.reshape(-1, 2) for part in found)
     return StepInputs(
         token_ids=token_ids,
@@ -77,4 +81,6 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
         scores=scores,
         pooled=pooled,
         num_top=num_top,
+        window_tables=window_tables.reshape(groups, seqs, blocks) if groups else no_tables(),
+        window_slots=window_slots.reshape(groups, rows) if groups else no_slots(),
     )

@@ -183,6 +183,10 @@ class LoadingRank:
         self.rank, self.size = rank, size
 
 
-def on_kernels(path: Path, quantization: str, rank: int = 0, size: int = 1) -> Decoder:
-    options = BackendOptions(device=torch.device("cpu"), dtype="bfloat16", quantization=quantization, num_threads=1)
+def on_kernels(
+    path: Path, quantization: str, rank: int = 0, size: int = 1, *, dtype: str = "bfloat16", kv_dtype: str = "auto"
+) -> Decoder:
+    options = BackendOptions(
+        device=torch.device("cpu"), dtype=dtype, quantization=quantization, kv_dtype=kv_dtype, num_threads=1
+    )
     return load_model(path, backend=select_backend(options), group=LoadingRank(rank, size) if size > 1 else None)

@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         if match.cost > self.blocks.num_available or match.num_blocks >= len(source.block_table):
             return multiple()
         self.blocks.take_prefix(twin, match)
-        copy = self.blocks.fork(twin, source.block_table[match.num_blocks])
+        (copy,) = self.blocks.fork(twin, source, match.num_blocks)
         assert copy.source != copy.target
         assert self.blocks.pool.num_refs(copy.target) == 1
         self.blocks.grow(twin, self.blocks.allocate(match.num_missing - 1))
