@@ -20,6 +20,7 @@ from engine.scheduler.request_limits import finish_reason
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request
 from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import FirstToken
 from kv_transfer.session.receiver_hub import ReceiverHub
 from tandem.errors import InvariantError, ServingError, TransferError, Unavailable
@@ -77,19 +78,19 @@ class HandoffReceiver:
 
     # ReceiverOwner
 
-    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> BlocksBound:
         """Choose the destination blocks, late: only when the prompt leaves the prefill worker's queue."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None or task.reservation is None:
             raise TransferError("the request has ended")
         key = task.reservation
-        blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(key))
+        blocks, windows = await self._host.call(lambda scheduler: scheduler.reservations.bind_all(key))
         if len(blocks) != num_blocks:
             raise InvariantError(f"{transfer_id}: {len(blocks)} blocks are reserved, but the hand-off has {num_blocks}")
         self._destinations.bind(key, blocks)
         if task.reservation == key:  # otherwise the attempt has failed meanwhile, and `released` returns these
             task.destinations = blocks
-        return blocks
+        return BlocksBound(blocks=blocks, windows=windows)
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
         """Send the first token to the router at once; the KV follows."""

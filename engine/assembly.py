@@ -45,6 +45,7 @@ from engine.speculation.speculation import Speculation
 from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
 from engine.types.config import SchedulerConfig
 from engine.types.token_guide import Guides
+from engine.types.windows import WindowSpec
 from tandem.errors import ConfigError
 from tandem.process.host_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from tandem.telemetry.logs import configured_style
@@ -56,6 +57,8 @@ _KV_EVENT_CAPACITY = 65_536
 _DEFAULT_CONTEXTS = 32
 """Default size of the KV pool: this many sequences of the full context, within the memory limit."""
 _WORKSPACE_MARGIN = 1.25
+_MOST_STEPS_UNDER_WAY = 2
+"""One is launched while the one before it runs."""
 _RANK_TIMEOUT_S = 60.0
 """A rank that computes for this long while others wait for it counts as frozen."""
 
@@ -228,10 +231,12 @@ def _parts(
         block_size=spec.block_size,
         tp_size=size,
         kv_dtype=spec.kv_dtype,
+        apart_below=context if spec.windowed_layers == "apart" else None,
     )
+    windows = _windows(spec, layout, device)
     rooms = [HostRoom(free_memory_bytes()), *([] if combined.room is None else [combined.room])]
     slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
-    budget = _budget(model, layout, spec, ranks, limit_bytes, combined.weights_bytes, slots.num_slots)
+    budget = _budget(model, layout, spec, ranks, limit_bytes, combined.weights_bytes, slots.num_slots, windows)
     is_private = bool(ranks.region_links)
     if spec.memory_bytes is not None and device.type == "cpu":
         check_room(
@@ -251,7 +256,7 @@ def _parts(
     if size == 1:
         runner.record_graphs(max_rows=spec.max_step_rows, max_tokens=spec.max_batched_tokens, max_length=context)
     hasher = BlockHasher(spec.secret)
-    engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
+    engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids), windows)
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
     if ranks.mirror is not None:
         scheduler.reservations.on_bound = ranks.mirror.mark_received
@@ -272,6 +277,12 @@ def _parts(
         gpu_sharers=spec.gpu_sharers,
         guides=_guides(spec, config, limit_bytes),
     )
+
+
+def _pool_tokens(spec: EngineSpec, windows: WindowSpec | None) -> int:
+    """Tokens of the longest sequence that a pool of `spec.num_blocks` holds."""
+    num_blocks = spec.num_blocks or 0
+    return num_blocks * spec.block_size if windows is None else windows.max_tokens(num_blocks)
 
 
 def _guides(spec: EngineSpec, config: ModelSpec, limit_bytes: int) -> LlGuides:
@@ -296,12 +307,14 @@ def _budget(
     limit_bytes: int,
     weights_bytes: int,
     num_host_slots: int,
+    windows: WindowSpec | None,
 ) -> MemoryBudget:
     """Divide one rank's memory: the workspace is measured, the KV pool gets the rest. Raises ConfigError."""
     context = _context(spec.max_model_len, model.config.max_context)
     max_blocks = spec.num_blocks
     if max_blocks is None and spec.memory_bytes is None and model.device.type == "cpu":
-        max_blocks = _DEFAULT_CONTEXTS * -(-context // spec.block_size)
+        of_context = -(-context // spec.block_size) if windows is None else windows.num_blocks(context)
+        max_blocks = _DEFAULT_CONTEXTS * of_context
     # A GPU's limit covers its own memory only; offloaded blocks and grammars are in host memory.
     is_host = model.device.type == "cpu"
     offload_bytes = num_host_slots * layout.block_bytes if is_host else 0
@@ -315,7 +328,8 @@ def _budget(
         workspace_bytes=workspace_bytes,
         layout=layout,
         # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
-        max_context=min(context, (spec.num_blocks or context) * spec.block_size),
+        max_context=context if spec.num_blocks is None else min(context, _pool_tokens(spec, windows)),
+        windows=windows,
         offload_bytes=offload_bytes,
         grammar_bytes=grammar_bytes,
     )
@@ -419,7 +433,9 @@ def _workspace_bytes(
     )
 
 
-def _engine_config(spec: EngineSpec, context: int, num_blocks: int, eos: frozenset[int]) -> SchedulerConfig:
+def _engine_config(
+    spec: EngineSpec, context: int, num_blocks: int, eos: frozenset[int], windows: WindowSpec | None
+) -> SchedulerConfig:
     shared = {f.name for f in fields(SchedulerConfig)} & {f.name for f in fields(EngineSpec)}
     given = {name: getattr(spec, name) for name in shared - {"num_blocks", "max_model_len"}}
     return SchedulerConfig(
@@ -428,6 +444,23 @@ def _engine_config(spec: EngineSpec, context: int, num_blocks: int, eos: frozens
         max_model_len=context,
         kv_event_capacity=_KV_EVENT_CAPACITY,
         eos_token_ids=eos,
+        windows=windows,
+    )
+
+
+def _windows(spec: EngineSpec, layout: KVLayout, device: torch.device) -> WindowSpec | None:
+    """How windowed layers are held that are kept apart; None where none are. Raises ConfigError."""
+    if not layout.windowed_layers:
+        return None
+    if device.type == "cuda":
+        raise ConfigError("engine.windowed_layers is apart, which GPUs do not support: set it to together")
+    chunk = min(spec.prefill_chunk_tokens, spec.max_batched_tokens)
+    most_drafts = 0 if spec.speculation is None else spec.speculation.max_draft_tokens
+    return WindowSpec(
+        window=layout.window,
+        num_groups=len(layout.groups) - 1,
+        block_size=layout.block_size,
+        ahead_tokens=_MOST_STEPS_UNDER_WAY * max(chunk, 1 + most_drafts),
     )
 
 

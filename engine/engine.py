@@ -229,7 +229,13 @@ class Engine:
         if listener is None:
             return None
         prompts = tuple(
-            PromptInStep(request.request_id, start, start + num_tokens, tuple(request.block_table))
+            PromptInStep(
+                request.request_id,
+                start,
+                start + num_tokens,
+                tuple(request.block_table),
+                () if request.windows is None else request.windows.blocks(0, len(request.windows)),
+            )
             for request, start, num_tokens, *_ in batch.items
             if request.prefill_only
         )

@@ -43,6 +43,7 @@ class EngineSpec:
     max_step_s: float | None = None
     stall_s: float | None = None
     kv_dtype: str = AUTO_DTYPE
+    windowed_layers: str = "together"
     pinned_share: float = 0.0
     pinned_tenant_share: float = 0.0
     memory_here_bytes: int | None = None

@@ -38,6 +38,8 @@ class PrefillTask:
     request: Request
     blocks: list[BlockId] = field(default_factory=list)
     """Source blocks that have their final content, in the order of the request's table."""
+    windows: list[list[BlockId]] = field(default_factory=list)
+    """The same for each group of windowed layers, where these have blocks of their own."""
     queued_s: float = 0.0
     admitted_s: float = 0.0
     fetched_tokens: int = 0
@@ -211,6 +213,7 @@ class PrefillWorker:
                     task.job.transfer_id,
                     prompt.num_computed_tokens,
                     prompt.block_ids,
+                    windows=prompt.window_ids,
                     coming_tokens=prompt.num_coming_tokens,
                     num_layers=done.num_layers,
                 )
@@ -227,12 +230,17 @@ class PrefillWorker:
     def _on_progress(self, hub: SenderHub, task: PrefillTask, progress: PrefillProgress, now_s: float) -> None:
         transfer_id = task.job.transfer_id
         task.blocks.extend(progress.block_ids)
+        if not task.windows:
+            task.windows = [[] for _ in progress.window_ids]
+        for windows, more in zip(task.windows, progress.window_ids, strict=True):
+            windows.extend(more)
         if not progress.is_complete:
-            hub.progress(transfer_id, progress.num_computed_tokens, task.blocks)
+            hub.progress(transfer_id, progress.num_computed_tokens, task.blocks, windows=task.windows)
             return
         hub.finished(
             transfer_id,
             task.blocks,
+            windows=task.windows,
             cached_tokens=task.cached.total,
             times=task.times(now_s, block_bytes=self._host.parts.layout.worker_block_bytes),
             tail_hash=task.tail_hash(),

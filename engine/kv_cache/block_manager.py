@@ -228,11 +228,26 @@ class BlockManager:
         self._num_promised += table.num_credits * windows.spec.num_groups
 
     def share(self, blocks: Sequence[BlockId]) -> None:
-        """Add a reference to each block of a chain, from its root on. Raises PoolExhausted, and then adds none."""
-        self._require(sum(1 for block in blocks if not self.pool.num_refs(block)))
-        for block in blocks:
-            if self.pool.acquire(block) == 1:
+        """Add a reference to each block of a chain, from its root on, and of the window sets that `with_windows` has
+        added. Raises PoolExhausted, and then adds none.
+        """
+        windows = self._windows
+        is_window = [windows is not None and block in windows for block in blocks]
+        shares = sum(1 for block, wins in zip(blocks, is_window, strict=True) if wins or not self.pool.num_refs(block))
+        self._require(shares)
+        for block, wins in zip(blocks, is_window, strict=True):
+            if wins and windows is not None:
+                self._num_promised += windows.acquire_block(block)
+            elif self.pool.acquire(block) == 1:
                 self.index.unpark(block)
+
+    def with_windows(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """The blocks of a chain, and those of the windows at its end as far as they are here."""
+        found, windows = [*blocks], self._windows
+        if windows is not None:
+            first = windows.spec.first_block(len(blocks) * self.block_size)
+            found += [each for block in blocks[first:] for each in windows.set_of(block) or ()]
+        return found
 
     def fork(self, request: Request, source: Request, index: int) -> list[BlockCopy]:
         """Append the request's own copy of another's token block, where `may_fork` allows it.

@@ -40,7 +40,9 @@ class PinBounds:
 class _Pin:
     last_block: BlockHash
     blocks: tuple[BlockId, ...]
-    """Blocks of the prefix, from the root on."""
+    """Blocks of the prefix, from the root on, then those of the windows at its end."""
+    num_chained: int
+    """Blocks of the prefix alone."""
     ends_s: float
 
 
@@ -80,12 +82,15 @@ class PrefixPins:
             return self._held_outcome(order.key, known)
         if known is not None:
             self.unpin(order.key)
-        blocks = self._blocks.index.chain_to(order.last_block)
+        chain = self._blocks.index.chain_to(order.last_block)
+        blocks = None if chain is None else self._blocks.with_windows(chain)
         if blocks is None or not self._have_room(order.key.tenant, blocks):
             self._refused += 1
             return PinResult(key=order.key, outcome=PinOutcome.NOT_HERE if blocks is None else PinOutcome.NO_ROOM)
         self._blocks.share(blocks)
-        made = _Pin(last_block=order.last_block, blocks=tuple(blocks), ends_s=now + order.ttl_s)
+        made = _Pin(
+            last_block=order.last_block, blocks=tuple(blocks), num_chained=len(chain or ()), ends_s=now + order.ttl_s
+        )
         self._pins[order.key] = made
         self._by_block.update(blocks)
         self._by_tenant.setdefault(order.key.tenant, Counter()).update(blocks)
@@ -94,7 +99,7 @@ class PrefixPins:
         return self._held_outcome(order.key, made)
 
     def _held_outcome(self, key: PinKey, pin: _Pin) -> PinResult:
-        return PinResult(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
+        return PinResult(key=key, outcome=PinOutcome.HELD, num_tokens=pin.num_chained * self._blocks.block_size)
 
     def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
         """Release older pins of the tenant as needed. Returns False, with none released, if that is not enough."""

@@ -137,6 +137,17 @@ class Reservations:
             self.on_bound((*reservation.bound, *(block for each in sets for block in each)))
         return reservation.bound
 
+    def bind_all(self, transfer_id: TransferId) -> tuple[tuple[BlockId, ...], tuple[tuple[BlockId, ...], ...]]:
+        """Like `bind`. Returns also the blocks of each group of windowed layers, in the same order: NO_BLOCK before the
+        window.
+        """
+        bound = self.bind(transfer_id)
+        table = self._find(transfer_id).request.windows
+        if table is None:
+            return bound, ()
+        end = len(table)
+        return bound, table.blocks(end - len(bound), end)
+
     def commit(self, transfer_id: TransferId, first_token: int, *, num_cached_tokens: int | None = None) -> None:
         """Start the sequence at `first_token`: all its KV has landed and been verified.
 

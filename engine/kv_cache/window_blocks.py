@@ -88,14 +88,15 @@ class WindowBlocks:
         found = self._attached[owner]
         # Where it was found once, the next request will look for it.
         found.is_kept = True
-        num_shared = 0
-        for block in found.blocks:
-            if self._pool.acquire(block) == 1:
-                self._num_idle -= 1
-            else:
-                num_shared += 1
-        self._idle.pop(owner, None)
-        return num_shared
+        return sum([self.acquire_block(block) for block in found.blocks])
+
+    def acquire_block(self, block: BlockId) -> int:
+        """Add a reference to one block of an attached set. Returns 1 if others hold it already, else 0."""
+        if self._pool.acquire(block) > 1:
+            return 1
+        self._num_idle -= 1
+        self._idle.pop(self._owner[block], None)
+        return 0
 
     def attach(self, owner: BlockId, blocks: WindowSet) -> Sequence[BlockId]:
         """Let a referenced set belong to a block that has just got a name, or has it already.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
+from engine.types.windows import WindowSpec
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BITS, KVLayout, windows_worth_keeping_apart
 
 MAX_GATHER_BYTES = 256 * 2**20
@@ -41,6 +42,8 @@ class MemoryBudget:
     """Memory for the KV of preempted requests and evicted blocks, where it counts toward this limit."""
     grammar_bytes: int = 0
     """Memory for compiled grammars, where it counts toward this limit."""
+    longest_tokens: int | None = None
+    """Longest sequence that the pool holds, where windowed layers have blocks of their own; None: all tokens."""
 
     @property
     def kv_bytes(self) -> int:
@@ -49,7 +52,9 @@ class MemoryBudget:
 
     def lines(self) -> tuple[str, ...]:
         """The budget as lines for the start banner."""
-        tokens = self.num_blocks * self.block_size
+        tokens = f"{self.num_blocks * self.block_size} tokens"
+        if self.longest_tokens is not None:
+            tokens = f"one sequence of {self.longest_tokens} tokens, or more shorter ones"
         offload = (f"offload    {_size(self.offload_bytes)}",) if self.offload_bytes else ()
         grammars = (f"grammars   {_size(self.grammar_bytes)}",) if self.grammar_bytes else ()
         return (
@@ -59,7 +64,7 @@ class MemoryBudget:
             f"headroom   {_size(self.headroom_bytes)}",
             *offload,
             *grammars,
-            f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens} tokens",
+            f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens}",
         )
 
 
@@ -73,11 +78,12 @@ def plan_memory(
     max_blocks: int | None = None,
     offload_bytes: int = 0,
     grammar_bytes: int = 0,
+    windows: WindowSpec | None = None,
 ) -> MemoryBudget:
     """Divide `limit_bytes`. `max_blocks` bounds the pool where the rest would hold more than is wanted.
 
-    `offload_bytes`, `grammar_bytes`: parts of the limit for offloaded KV and for compiled grammars.
-    Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
+    `offload_bytes`, `grammar_bytes`: parts of the limit for offloaded KV and for compiled grammars. `windows`: how
+    windowed layers are held that are kept apart. Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
     """
     headroom_bytes = int(limit_bytes * _HEADROOM_SHARE)
     rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes - grammar_bytes
@@ -94,8 +100,9 @@ def plan_memory(
         num_blocks=num_blocks,
         offload_bytes=offload_bytes,
         grammar_bytes=grammar_bytes,
+        longest_tokens=None if windows is None else windows.max_tokens(num_blocks),
     )
-    needed = -(-max_context // layout.block_size)
+    needed = -(-max_context // layout.block_size) if windows is None else windows.num_blocks(max_context)
     if num_blocks < needed:
         parts = "; ".join(" ".join(line.split()) for line in budget.lines())
         raise ConfigError(

@@ -294,7 +294,7 @@ class StepPlanner:
             tiers.record_misses(request, found + num_below)
         self._blocks.take_prefix(request, match)
         if tail is not None:
-            plan.move(request, loads=[], copies=self._blocks.fork(request, tail.source, tail.index))
+            plan.move(request, loads=[], copies=self._blocks.fork(request, tail.source, tail.block_index))
             request.num_computed_tokens = tail.num_tokens
         missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
         self._blocks.grow(request, self._blocks.allocate(missing))

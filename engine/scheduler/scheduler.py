@@ -351,7 +351,7 @@ class Scheduler:
 
     def _report_progress(self, request: Request) -> None:
         """Report blocks that others may read; deferred while a step still loads one of them from a lower tier."""
-        if self.is_arriving(request.block_table):
+        if self.is_arriving(self.blocks.held(request)):
             self._deferred[request.request_id] = request
         else:
             self._collector.progress(request, self._config.block_size)

@@ -41,7 +41,7 @@ class MatchingTail(NamedTuple):
 
     source: Request
     """The request that has it."""
-    index: int
+    block_index: int
     """Which of its token blocks it is."""
     num_tokens: int
     """Known tokens that need not be computed, from the sequence's start."""

@@ -81,6 +81,7 @@ class StepEventCollector:
                 num_computed_tokens=request.num_computed_tokens,
                 first_block_index=first,
                 block_ids=tuple(request.block_table[i] for i in range(first, end)),
+                window_ids=() if request.windows is None else request.windows.blocks(first, end),
                 is_complete=is_complete,
             )
         )

@@ -54,6 +54,9 @@ class PrefillProgress:
     first_block_index: int
     """Index in the request's table of the first of `block_ids`."""
     block_ids: tuple[BlockId, ...]
+    window_ids: tuple[tuple[BlockId, ...], ...]
+    """The same for each group of windowed layers, where these have blocks of their own; before the prompt's window they
+    mean nothing."""
     is_complete: bool
     """The prompt is computed; the last block may be partly filled."""
 
@@ -68,6 +71,8 @@ class PromptInStep(NamedTuple):
     """The same once the step is done."""
     block_ids: tuple[BlockId, ...]
     """All blocks of the request's table."""
+    window_ids: tuple[tuple[BlockId, ...], ...] = ()
+    """See PrefillProgress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from engine.types.block_table import BlockTable
 from tandem.errors import ConfigError
-from tandem.values.ids import BlockId
+from tandem.values.ids import NO_BLOCK, BlockId
+from tandem.values.kv_layout import first_window_block
 
 WindowSet = tuple[BlockId, ...]
 """One block for each group of windowed layers, in order."""
@@ -36,12 +37,8 @@ class WindowSpec:
         return -(-(size - 1 + self.ahead_tokens) // size) - (1 - self.window) // size
 
     def first_block(self, num_tokens: int) -> int:
-        """First token block whose set a sequence of `num_tokens` tokens keeps.
-
-        The token after its last full block attends to it: so a sequence can be continued there, as a cached prefix, and
-        at its end.
-        """
-        return max(0, num_tokens // self.block_size * self.block_size + 1 - self.window) // self.block_size
+        """First token block whose set a sequence of `num_tokens` tokens keeps; see `KVLayout.first_window_block`."""
+        return first_window_block(num_tokens, window=self.window, block_size=self.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Most blocks, of layers of either kind, that a sequence of `num_tokens` tokens holds at once."""
@@ -84,6 +81,11 @@ class WindowTable:
     def set_at(self, index: int) -> WindowSet:
         """The set of a token block that is held."""
         return tuple(group[index] for group in self.groups)
+
+    def blocks(self, begin: int, end: int) -> tuple[tuple[BlockId, ...], ...]:
+        """Blocks of each group for these token blocks; NO_BLOCK for those before the window."""
+        missing = (NO_BLOCK,) * max(0, min(self.first, end) - begin)
+        return tuple((*missing, *map(BlockId, group.ids[begin + len(missing) : end])) for group in self.groups)
 
     def append(self, blocks: Sequence[BlockId]) -> None:
         """Add the set of the next token block."""

@@ -40,9 +40,10 @@ class RegionGeometry:
         "_block_size",
         "_code_bytes",
         "_first_rank",
-        "_num_layers",
         "_num_ranks",
         "_num_replicas",
+        "_plane_of_layer",
+        "_planes_per_rank",
         "_scale_bytes",
         "_scale_offset",
         "layer_block_bytes",
@@ -57,7 +58,8 @@ class RegionGeometry:
         self._code_bytes = code_bytes(layout.dtype, layout.head_dim)
         self._scale_bytes = scale_bytes(layout.dtype, layout.head_dim)
         self.layer_block_bytes = layout.layer_block_bytes
-        self._num_layers = layout.num_layers
+        self._planes_per_rank = layout.planes_per_rank
+        self._plane_of_layer = tuple(plane for group in layout.groups for plane in range(len(group)))
         self._num_replicas = max(1, layout.tp_size // layout.num_kv_heads)
         self._scale_offset = layout.scale_offset
 
@@ -68,7 +70,8 @@ class RegionGeometry:
         """
         first = head // self.num_local_heads * self._num_replicas
         ranks = [first + (layer + i) % self._num_replicas - self._first_rank for i in range(self._num_replicas)]
-        return tuple(rank * self._num_layers + layer for rank in ranks if 0 <= rank < self._num_ranks)
+        plane = self._plane_of_layer[layer]
+        return tuple(rank * self._planes_per_rank + plane for rank in ranks if 0 <= rank < self._num_ranks)
 
     def plane_bytes(self, at: TokenBlocks) -> int:
         """Bytes of one plane of the region."""

@@ -5,6 +5,7 @@ thus busy while the next layers are computed, and when the last one is done only
 remain to be sent.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from kv_transfer.layout.cell_range import CellRange
@@ -20,6 +21,18 @@ class HandoffSize:
     """Bytes of one unit in one layer on the wire, K and V of all heads."""
     first_layer: int = 0
     first_head: int = 0
+    group: int = 0
+    """Group of the layers, which has blocks of its own."""
+    first_unit: int = 0
+    """Units before it are not sent: their layers' windows are over."""
+    model_layers: tuple[int, ...] = ()
+    """The layers in the model's numbering, ascending, where that differs; empty: the same."""
+
+    def num_computed(self, num_layers: int) -> int:
+        """How many of the layers are among the model's first `num_layers`."""
+        if self.model_layers:
+            return bisect_left(self.model_layers, num_layers)
+        return max(0, min(num_layers - self.first_layer, self.num_layers))
 
 
 class ChunkPlanner:
@@ -30,8 +43,8 @@ class ChunkPlanner:
     def __init__(self, size: HandoffSize, *, chunk_bytes: int) -> None:
         self._size = size
         self._chunk_bytes = chunk_bytes
-        self._done = 0
-        """Number of leading units planned in all layers."""
+        self._done = size.first_unit
+        """End of the leading units that are planned in all layers, or not sent."""
         self._early_end = 0
         """End of the units that the current step computes; beyond `_done` only during a step."""
         self._early_layers = 0
@@ -57,7 +70,7 @@ class ChunkPlanner:
     def _plan_early_layers(self, end: int, num_layers: int) -> list[CellRange]:
         """Plan whole groups of layers only; the last layer is never planned before its step has ended."""
         group = self._layers_at_once(end - self._done)
-        new_layers = min(num_layers - self._size.first_layer, self._size.num_layers - 1) - self._early_layers
+        new_layers = min(self._size.num_computed(num_layers), self._size.num_layers - 1) - self._early_layers
         planned = self._early_layers + max(0, new_layers) // group * group
         chunks = self._by_layers(end, self._early_layers, planned)
         if chunks:

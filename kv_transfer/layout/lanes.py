@@ -1,10 +1,11 @@
 """The lanes of a pair of workers: which cells go from which region of one to which region of the other. Pure.
 
 Both workers derive the same lanes from both layouts, so a lane is named by its number alone, and no message has to say
-what it carries. A pair with one region on either side has one lane, which carries everything.
+what it carries. A pair with one region on either side has one lane, which carries everything; where windowed layers are
+kept apart, one for each group of layers, since a group's blocks are its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -25,6 +26,8 @@ class Lane:
     num_layers: int
     first_head: int
     num_heads: int
+    group: int = 0
+    """Group of its layers."""
 
     def contains(self, cells: CellRange) -> bool:
         """Whether these layers and heads are some of the lane's; the number of units is not checked."""
@@ -65,10 +68,11 @@ def lanes_between(source: KVLayout, destination: KVLayout) -> tuple[Lane, ...]:
             num_layers=num_layers,
             first_head=heads[0],
             num_heads=len(heads),
+            group=group,
         )
         for there in range(destination.num_regions)
         for holders, heads in _ranges_of_heads(source, destination, there)
-        for region, first_layer, num_layers in _bands(holders, source.num_layers)
+        for group, region, first_layer, num_layers in _bands(holders, source.groups)
     )
 
 
@@ -97,9 +101,13 @@ def _ranges_of_heads(
         yield holders, list(heads)
 
 
-def _bands(holders: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, int, int]]:
-    """Each holder with its share of the layers, as (region, first layer, number of layers); none without a layer."""
-    edges = [num_layers * share // len(holders) for share in range(len(holders) + 1)]
-    for region, first, end in zip(holders, edges, edges[1:], strict=False):
-        if end > first:
-            yield region, first, end - first
+def _bands(holders: tuple[int, ...], groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Each holder with its share of each group's layers: group, region, first layer, number of layers, if there are
+    any."""
+    begin = 0
+    for group, layers in enumerate(groups):
+        edges = [begin + len(layers) * share // len(holders) for share in range(len(holders) + 1)]
+        begin += len(layers)
+        for region, first, end in zip(holders, edges, edges[1:], strict=False):
+            if end > first:
+                yield group, region, first, end - first

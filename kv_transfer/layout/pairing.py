@@ -22,7 +22,7 @@ class Pairing:
     mapping: CellMapping
     lane: int = 0
     head_scales: Floats | None = None
-    """KV scales of the model, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`; 1 when absent."""
+    """KV scales of the model, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`, by the layers' order; 1 when absent."""
 
     @classmethod
     def from_layouts(
@@ -37,6 +37,8 @@ class Pairing:
         """Raises TransferError, naming the field, for layouts and a dtype that do not agree."""
         if reason := cannot_travel_as(source.dtype, wire_dtype, destination.dtype):
             raise TransferError(reason)
+        if head_scales is not None and source.windowed_layers:
+            head_scales = head_scales[list(source.layer_order)]
         return cls(
             source=source,
             destination=destination,

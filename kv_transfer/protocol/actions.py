@@ -27,6 +27,8 @@ class OpenGrant:
     """Receiver: let the peer write into these destinations; answer with GrantOpened for each lane."""
 
     blocks: tuple[BlockId, ...]
+    windows: tuple[tuple[BlockId, ...], ...] = ()
+    """See BlocksBound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,19 +11,21 @@ from kv_transfer.layout.lanes import Lane
 class Coverage:
     """Announced and landed cells of one lane, as masks; no bytes are touched."""
 
-    __slots__ = ("_claimed", "_full", "_landed", "_lane", "num_units")
+    __slots__ = ("_claimed", "_first_unit", "_full", "_landed", "_lane", "num_units")
 
-    def __init__(self, *, num_units: int, lane: Lane) -> None:
+    def __init__(self, *, num_units: int, lane: Lane, first_unit: int = 0) -> None:
+        """`first_unit`: units before it are not sent and count as landed."""
         self.num_units = num_units
+        self._first_unit = first_unit = min(first_unit, num_units)
         self._lane = lane
         self._full = (1 << (lane.num_layers * lane.num_heads)) - 1
         self._claimed = [0] * num_units
-        self._landed = [0] * num_units
+        self._landed = [self._full] * first_unit + [0] * (num_units - first_unit)
 
     @property
     def num_cells(self) -> int:
         """Number of cells, which bounds the number of chunks."""
-        return self.num_units * self._lane.num_layers * self._lane.num_heads
+        return (self.num_units - self._first_unit) * self._lane.num_layers * self._lane.num_heads
 
     @property
     def complete(self) -> bool:
@@ -31,8 +33,8 @@ class Coverage:
         return all(mask == self._full for mask in self._landed)
 
     def contains(self, cells: CellRange) -> bool:
-        """Whether `cells` is not empty and lies within the lane and the reservation."""
-        return self._lane.contains(cells) and cells.first_unit <= self.num_units - cells.num_units
+        """Whether `cells` is not empty and lies within the lane and the part of the reservation that is sent."""
+        return self._lane.contains(cells) and self._first_unit <= cells.first_unit <= self.num_units - cells.num_units
 
     def claim(self, cells: CellRange) -> None:
         """Record that a chunk announces these cells."""

@@ -9,7 +9,11 @@ from tandem.values.outputs import PhaseTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksBound:
+    """Destinations after the held prefix, in order."""
+
     blocks: tuple[BlockId, ...]
+    windows: tuple[tuple[BlockId, ...], ...] = ()
+    """Those of each group of windowed layers, where these have blocks of their own; NO_BLOCK before the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,9 @@ class KVComputed:
 
     num_computed_tokens: int
     blocks: tuple[BlockId, ...]
+    windows: tuple[tuple[BlockId, ...], ...] = ()
+    """The blocks of each group of windowed layers, where these have their own; before the prompt's window they mean
+    nothing."""
     coming_tokens: int = 0
     num_layers: int = 0
 

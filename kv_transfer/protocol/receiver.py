@@ -115,7 +115,13 @@ class Receiver:
         self._sealed_at = now
 
     def _nothing_covered(self) -> list[Coverage]:
-        return [Coverage(num_units=self._num_units, lane=lane) for lane in self._lanes]
+        job, layout = self.plan.job, self.plan.layout
+        from_held = layout.first_window_block(job.num_tokens) - job.held_tokens // layout.block_size
+        first = max(0, from_held) * self._units_per_block
+        return [
+            Coverage(num_units=self._num_units, lane=lane, first_unit=first if lane.group else 0)
+            for lane in self._lanes
+        ]
 
     @property
     def _num_cells(self) -> int:
@@ -177,7 +183,7 @@ class Receiver:
         """Process a local event."""
         match event:
             case BlocksBound():
-                return self._on_bound(event.blocks, now)
+                return self._on_bound(event, now)
             case BindRefused():
                 return self._on_bind_refused(event.failure, now)
             case GrantOpened():
@@ -236,7 +242,8 @@ class Receiver:
         self._binding = True
         return (BindBlocks(num_blocks=self._num_blocks),)
 
-    def _on_bound(self, blocks: tuple[BlockId, ...], now: float) -> Actions:
+    def _on_bound(self, event: BlocksBound, now: float) -> Actions:
+        blocks = event.blocks
         if not self._binding:
             raise InvariantError(f"receiver {self.plan.key}: bound twice")
         self._binding = False
@@ -247,7 +254,7 @@ class Receiver:
             return self._violation(f"{len(blocks)} blocks bound, expected {self._num_blocks}", now)
         self._granted = True
         self._move(HandoffState.RESERVED)
-        return (OpenGrant(blocks=blocks),)
+        return (OpenGrant(blocks=blocks, windows=event.windows),)
 
     def _on_bind_refused(self, failure: Failure, now: float) -> Actions:
         self._binding = False

@@ -126,8 +126,10 @@ class Sender:
         self._deadline = Lease(plan.job.timeout_s, now) if plan.job.timeout_s is not None else None
         self._submitting = True
         self._submitted = False
-        self._sources: list[BlockId] = []
-        """Blocks that hold the tokens after the held prefix, as far as the engine has reported them."""
+        num_groups = 1 + max(lane.group for lane in plan.lanes)
+        self._sources: tuple[list[BlockId], ...] = tuple([] for _ in range(num_groups))
+        """Blocks that hold the tokens after the held prefix, by group of layers, as far as the engine has reported
+        them."""
         self._num_ready = 0
         """Units whose content is final in all layers."""
         self._finished: PrefillFinished | None = None
@@ -144,7 +146,7 @@ class Sender:
     @property
     def num_pinned_blocks(self) -> int:
         """Number of known source blocks that are kept for the peer."""
-        return len(self._sources) if self.state is not HandoffState.CLOSED else 0
+        return len(self._sources[0]) if self.state is not HandoffState.CLOSED else 0
 
     def start(self) -> Actions:
         """Hand the job to the engine."""
@@ -294,7 +296,8 @@ class Sender:
         # A preempted prompt is recomputed into other blocks: those reported first stay pinned, with the same content.
         ready = self._note_sources(event.num_computed_tokens, event.blocks)
         coming = max(ready, self._note_sources(event.coming_tokens, event.blocks))
-        self._sources.extend(event.blocks[self._held_blocks + len(self._sources) : coming])
+        for known, reported in zip(self._sources, (event.blocks, *event.windows), strict=True):
+            known.extend(reported[self._held_blocks + len(known) : coming])
         self._num_ready = max(self._num_ready, self._units_in(ready))
         return self._advance(coming=self._units_in(coming), num_layers=event.num_layers)
 
@@ -310,8 +313,8 @@ class Sender:
         return min(self._num_units, max(0, num_blocks * self.plan.block_size // self.plan.unit_tokens - held_units))
 
     def _on_finished(self, event: PrefillFinished) -> Actions:
-        if len(self._sources) != self._num_blocks:
-            return self._fail(f"{len(self._sources)} blocks computed, expected {self._num_blocks}")
+        if found := {len(known) for known in self._sources} - {self._num_blocks}:
+            return self._fail(f"{found.pop()} blocks computed, expected {self._num_blocks}")
         self._finished = event
         return self._advance()
 
@@ -355,7 +358,8 @@ class Sender:
         first_token = self.plan.job.held_tokens + chunk.cells.first_unit * self.plan.unit_tokens
         end_token = first_token + chunk.cells.num_units * self.plan.unit_tokens
         first, end = first_token // self.plan.block_size, -(-end_token // self.plan.block_size)
-        sources = tuple(self._sources[first - self._held_blocks : end - self._held_blocks])
+        known = self._sources[self.plan.lanes[chunk.lane].group]
+        sources = tuple(known[first - self._held_blocks : end - self._held_blocks])
         return StartWrite(
             seq=chunk.seq,
             rewrite=chunk.rewrite,

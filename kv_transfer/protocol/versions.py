@@ -1,14 +1,16 @@
 """Versions of the hand-off protocol: which are supported, and which added each kind of message. Pure.
 
 A new kind of message raises `SPOKEN.newest` and is listed here. 3: HELLO has a range of versions. 4: a worker's pool
-may be in several regions.
+may be in several regions. 5: windowed layers may be kept apart.
 """
 
 from tandem.protocol.version_negotiation import Dialect, VersionRange
 
-SPOKEN = VersionRange(oldest=2, newest=4)
+SPOKEN = VersionRange(oldest=2, newest=5)
 REGIONS = 4
 """Version that introduced regions: an older peer would send everything to the first, or expect it from there."""
+WINDOWS = 5
+"""Version that introduced groups of layers: an older peer would expect all layers of every token in one lane."""
 KINDS = dict.fromkeys(
     (
         "hello",
@@ -35,6 +37,7 @@ def handoff_dialect(version: int) -> Dialect:
     return Dialect(version, KINDS)
 
 
-def spoken_with(num_regions: int) -> VersionRange:
-    """The versions that a worker of so many regions supports."""
-    return SPOKEN if num_regions == 1 else VersionRange(oldest=REGIONS, newest=SPOKEN.newest)
+def spoken_with(num_regions: int, *, has_groups: bool = False) -> VersionRange:
+    """The versions that a worker of so many regions supports; `has_groups`: its windowed layers are kept apart."""
+    oldest = WINDOWS if has_groups else SPOKEN.oldest if num_regions == 1 else REGIONS
+    return VersionRange(oldest=oldest, newest=SPOKEN.newest)

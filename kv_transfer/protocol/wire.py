@@ -212,8 +212,19 @@ def _check_layout(layout: common_pb2.KVLayout) -> None:
     _check("layout.tp_size", layout.tp_size, 1, MAX_HEADS)
     _check("layout.tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
     _check("layout.num_regions", layout.num_regions, 0, MAX_LANES)
+    _check_windows(layout)
     _check("layout.model_fingerprint length", len(layout.model_fingerprint), 0, MAX_TEXT_CHARS)
     _check("layout.dtype length", len(layout.dtype), 1, MAX_ID_CHARS)
+
+
+def _check_windows(layout: common_pb2.KVLayout) -> None:
+    layers = list(layout.windowed_layers)
+    _check("layout.windowed_layers", len(layers), 0, layout.num_layers - 1)
+    _check("layout.window", layout.window, 1 if layers else 0, MAX_TOKENS if layers else 0)
+    if layers:
+        _check("layout.windowed_layers", layers[-1], 0, layout.num_layers - 1)
+    if sorted(set(layers)) != layers:
+        raise WireError("layout.windowed_layers are not ascending")
 
 
 def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:

@@ -51,7 +51,7 @@ class ReceiverOwner(Protocol):
     After a cancel only `quarantine` and `released` are called.
     """
 
-    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> BlocksBound:
         """Destinations for the blocks beyond the held prefix. Raises ServingError to refuse."""
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
@@ -157,7 +157,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             case BindBlocks():
                 self._context.spawn(self._bind(action.num_blocks))
             case OpenGrant():
-                self._open_grants(action.blocks)
+                self._open_grants(action)
             case Verify():
                 self._context.spawn(self._verify(action))
             case ForwardFirstToken():
@@ -176,15 +176,16 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
                 owner.released(transfer_id, action.blocks)
         return None
 
-    def _open_grants(self, blocks: tuple[BlockId, ...]) -> None:
+    def _open_grants(self, action: OpenGrant) -> None:
         self._transports, self._pairings = self.link.transports, self.link.pairings
         for lane, (transport, pairing) in enumerate(zip(self._transports, self._pairings, strict=True)):
+            group = pairing.mapping.lane.group
             grant = LaneGrant(
                 key=replace(self.key, lane=lane),
                 transport=transport,
                 pairing=pairing,
                 held_tokens=self.machine.plan.job.held_tokens,
-                blocks=blocks,
+                blocks=action.windows[group - 1] if group else action.blocks,
             )
             self._region_of(lane).open_grant(grant, partial(self._opened, grant))
 
@@ -215,11 +216,11 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
 
     async def _bind(self, num_blocks: int) -> None:
         try:
-            blocks = await self._context.owner.bind(self.key.transfer_id, num_blocks)
+            bound = await self._context.owner.bind(self.key.transfer_id, num_blocks)
         except ServingError as error:
             self.on_event(BindRefused(failure=Failure.from_error(error)))
         else:
-            self.on_event(BlocksBound(blocks=tuple(blocks)))
+            self.on_event(bound)
 
     async def _verify(self, action: Verify) -> None:
         chunk = action.chunk

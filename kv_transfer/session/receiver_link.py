@@ -228,7 +228,7 @@ def make_hello(
     more_regions: Sequence[Sequence[TransportOffer]] = (),
 ) -> Hello:
     return Hello(
-        versions=spoken_with(local.layout.num_regions),
+        versions=spoken_with(local.layout.num_regions, has_groups=bool(local.layout.windowed_layers)),
         worker_id=local.worker_id,
         layout=local.layout,
         transports=tuple(offers),

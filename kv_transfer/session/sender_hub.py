@@ -228,11 +228,12 @@ class SenderHub:
         num_computed_tokens: int,
         block_ids: Sequence[BlockId],
         *,
+        windows: Sequence[Sequence[BlockId]] = (),
         coming_tokens: int = 0,
         num_layers: int = 0,
     ) -> None:
         """Report that the request's blocks (the whole table) hold KV of that many tokens; they stay until
-        `owner.release`.
+        `owner.release`. `windows`: see KVComputed.
 
         While a step is running that brings this to `coming_tokens`, the additional tokens are there in the first
         `num_layers` layers.
@@ -240,6 +241,7 @@ class SenderHub:
         progress = KVComputed(
             num_computed_tokens=num_computed_tokens,
             blocks=tuple(block_ids),
+            windows=tuple(map(tuple, windows)),
             coming_tokens=coming_tokens,
             num_layers=num_layers,
         )
@@ -257,6 +259,7 @@ class SenderHub:
         transfer_id: TransferId,
         block_ids: Sequence[BlockId],
         *,
+        windows: Sequence[Sequence[BlockId]] = (),
         cached_tokens: int,
         times: PhaseTimes,
         tail_hash: BlockHash | None = None,
@@ -265,7 +268,7 @@ class SenderHub:
         here."""
         attempt = self._attempts.get(transfer_id)
         if attempt is not None:
-            self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids)
+            self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids, windows=windows)
             attempt.on_event(PrefillFinished(cached_tokens=cached_tokens, times=times, tail_hash=tail_hash))
 
     def failed(self, transfer_id: TransferId, error: ServingError) -> None:
@@ -370,7 +373,9 @@ class SenderHub:
         return None
 
     def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
-        pairings, layout = link.pairings, self._local.layout
+        pairings, layout, job = link.pairings, self._local.layout, body.job
+        first_window = layout.first_window_block(job.num_tokens) if layout.windowed_layers else 0
+        tokens_from_there = max(0, first_window * layout.block_size - job.held_tokens)
         return SenderPlan(
             key=key,
             own=self._local.incarnation,
@@ -386,6 +391,11 @@ class SenderHub:
                     unit_layer_bytes=pairing.unit_layer_bytes,
                     first_layer=lane.first_layer,
                     first_head=lane.first_head,
+                    group=lane.group,
+                    first_unit=tokens_from_there // pairing.mapping.unit_tokens if lane.group else 0,
+                    model_layers=layout.layer_order[lane.first_layer : lane.first_layer + lane.num_layers]
+                    if layout.windowed_layers
+                    else (),
                 )
                 for pairing in pairings
                 for lane in (pairing.mapping.lane,)

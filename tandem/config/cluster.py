@@ -237,6 +237,18 @@ class ClusterConfig(Section):
             num_ranks=max(pool.tensor_parallel_size for pool in (self.prefill, self.decode) if pool.replicas),
         )
 
+    def _no_windows_apart(self) -> str | None:
+        if self.engine.windowed_layers == "together":
+            return None
+        for name in ("offload_bytes", "host_cache_bytes", "disk_cache_bytes"):
+            if value := getattr(self.engine, name):
+                return f"engine.windowed_layers is apart, and engine.{name} is {value}: lower tiers keep whole blocks only"
+        nodes = {name: pool.nodes for name, pool in (("prefill", self.prefill), ("decode", self.decode))}
+        for name, count in nodes.items():
+            if count > 1:
+                return f"engine.windowed_layers is apart, and {name}.nodes is {count}: it must be 1"
+        return None
+
     @model_validator(mode="after")
     def _addresses(self) -> Self:
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
@@ -300,7 +312,7 @@ class ClusterConfig(Section):
                 "prefill.quantization and decode.quantization differ, and a disk cache (engine.disk_cache_bytes) would"
                 " outlive that difference"
             )
-        if reason := self._no_disk_cache():
+        if reason := self._no_disk_cache() or self._no_windows_apart():
             raise ValueError(reason)
         try:
             self.redis.redis_settings()

@@ -122,6 +122,12 @@ class EngineSection(PinnedShares):
     kv_dtype: CacheDtype = "auto"
     """Data type of cached keys and values. `auto`: the model's; `int8` and `fp8_e4m3` take about half of bfloat16's
     memory, `int4`, which only CPUs compute, 9/32 of it. See docs/extend/measurements.md for the loss of accuracy."""
+    windowed_layers: Literal["together", "apart"] = "together"
+    """Where some layers of a model attend to a window and others to everything: `together`: a KV block holds all
+    layers; `apart`: windowed layers have blocks of their own, which are given up as soon as no token attends to them.
+    In both pools, on CPUs, without `offload_bytes`, `host_cache_bytes` and `disk_cache_bytes`, and with the ranks of a
+    worker on one node. Prefixes are then found where a sequence has ended or where others have parted from it, and are
+    not fetched from other workers. Other models are not affected."""
     quality_gate: str | None = None
     """File that `tandem eval --gate` wrote, relative to the model's directory. Each worker scores its text before it
     serves, and ends where the perplexity is further above the base's than the scheme of its weights may be

@@ -173,6 +173,8 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
         tp_rank=layout.tp_rank,
         # Left out where it is 1, as peers of earlier versions do.
         num_regions=0 if layout.num_regions == 1 else layout.num_regions,
+        windowed_layers=layout.windowed_layers,
+        window=layout.window,
     )
 
 
@@ -188,6 +190,8 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         tp_size=message.tp_size,
         tp_rank=message.tp_rank,
         num_regions=message.num_regions or 1,
+        windowed_layers=tuple(message.windowed_layers),
+        window=message.window,
     )
 
 

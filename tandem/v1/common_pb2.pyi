@@ -90,7 +90,7 @@ class Logprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class KVLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size", "tp_rank", "num_regions")
+    __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size", "tp_rank", "num_regions", "windowed_layers", "window")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,8 @@ class KVLayout(_message.Message):
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_REGIONS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWED_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     dtype: str
     num_layers: int
@@ -109,7 +111,9 @@ class KVLayout(_message.Message):
     tp_size: int
     tp_rank: int
     num_regions: int
-    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., num_regions: _Optional[int] = ...) -> None: ...
+    windowed_layers: _containers.RepeatedScalarFieldContainer[int]
+    window: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., num_regions: _Optional[int] = ..., windowed_layers: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("prefill_pool", "decode_pool", "fetched", "host", "disk")

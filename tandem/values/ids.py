@@ -12,6 +12,8 @@ Incarnation = NewType("Incarnation", int)
 
 BlockId = NewType("BlockId", int)
 """Index of a physical KV block in one worker's pool."""
+NO_BLOCK = BlockId(2**31 - 1)
+"""In a list of blocks, a place that has none: it is outside every pool."""
 
 BlockHash = NewType("BlockHash", bytes)
 """Sixteen-byte chained, keyed content name of a block; see `tandem.values.block_hash`."""

@@ -33,6 +33,7 @@ def agree(source: KVLayout, destination: KVLayout) -> str | None:
         or _unequal("head_dim", source.head_dim, destination.head_dim)
         or _bad_dtypes(source.dtype, destination.dtype)
         or _bad_block_sizes(source.block_size, destination.block_size)
+        or _bad_windows(source, destination)
         or _bad_split("source", source)
         or _bad_split("destination", destination)
         or _bad_regions("source", source)
@@ -55,6 +56,15 @@ def _bad_block_sizes(source: int, destination: int) -> str | None:
     if small > 0 and large % small == 0:
         return None
     return f"block_size: {source} at the source, {destination} at the destination, neither divides the other"
+
+
+def _bad_windows(source: KVLayout, destination: KVLayout) -> str | None:
+    """Where windowed layers are kept apart, both sides must give up the same part of a prompt."""
+    return (
+        _unequal("windowed_layers", source.windowed_layers, destination.windowed_layers)
+        or _unequal("window", source.window, destination.window)
+        or (_unequal("block_size", source.block_size, destination.block_size) if source.windowed_layers else None)
+    )
 
 
 def _bad_split(where: str, layout: KVLayout) -> str | None:

@@ -97,6 +97,19 @@ class KVLayout:
         return _groups(self.num_layers, self.windowed_layers)
 
     @property
+    def layer_order(self) -> tuple[int, ...]:
+        """The model's layers in the order of their groups: the order in which cells of a hand-off number them."""
+        return tuple(layer for group in self.groups for layer in group)
+
+    def first_window_block(self, num_tokens: int) -> int:
+        """First token block whose windowed layers a sequence of `num_tokens` tokens keeps.
+
+        The token after its last full block attends to it: so a sequence can be continued there, as a cached prefix, and
+        at its end.
+        """
+        return first_window_block(num_tokens, window=self.window, block_size=self.block_size)
+
+    @property
     def planes_per_rank(self) -> int:
         """Layers of one block: those of the largest group."""
         return max(map(len, self.groups))
@@ -146,6 +159,11 @@ class KVLayout:
     @property
     def _code_bytes(self) -> int:
         return self._num_vectors * code_bytes(self.dtype, self.head_dim)
+
+
+def first_window_block(num_tokens: int, *, window: int, block_size: int) -> int:
+    """See `KVLayout.first_window_block`."""
+    return max(0, num_tokens // block_size * block_size + 1 - window) // block_size
 
 
 def windows_worth_keeping_apart(windows: Sequence[int | None], max_context: int) -> tuple[tuple[int, ...], int]:

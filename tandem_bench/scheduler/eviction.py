@@ -142,12 +142,18 @@ class Clairvoyant:
     def became_leaf(self, entry: IndexedBlock) -> None:
         """Do nothing, as the entry's place in the order is already right."""
 
-    def evict(self) -> BlockHash:
+    def next(self) -> BlockHash:
         while True:
-            again, _, name = heapq.heappop(self._heap)
+            again, _, name = self._heap[0]
             if self._parked.get(name) == -again:
-                del self._parked[name]
                 return name
+            heapq.heappop(self._heap)
+
+    def evict(self) -> BlockHash:
+        name = self.next()
+        heapq.heappop(self._heap)
+        del self._parked[name]
+        return name
 
     def clear(self) -> None:
         self._heap.clear()

@@ -16,6 +16,7 @@ from typing import Any
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request
 from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import FirstToken
 from kv_transfer.session.receiver_hub import ReceiverHub
 from tandem.errors import ServingError, TransferError
@@ -257,6 +258,9 @@ class Fetcher:
 
     def _reserve(self, scheduler: Scheduler, order: FetchOrder) -> int | Declined:
         """Reserve room for the part not held, on the engine's thread; returns the tokens held, or why not."""
+        if self._host.parts.layout.windowed_layers:
+            # A holder knows which blocks it will send before it knows where their windows begin.
+            return Declined.COMPUTED
         block_size = self._host.parts.layout.block_size
         transfer_id, probe = order.transfer_id, order.probe
         num_tokens = probe.num_tokens - 1
@@ -300,7 +304,7 @@ class Fetcher:
 
     # ReceiverOwner
 
-    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> BlocksBound:
         """Choose destinations for the offered blocks, which may be fewer than were requested."""
         fetch = self._fetches.get(transfer_id)
         if fetch is None:
@@ -311,7 +315,7 @@ class Fetcher:
         chosen = blocks[:num_blocks]
         self._destinations.bind(transfer_id, chosen)
         fetch.num_destinations = len(chosen)
-        return chosen
+        return BlocksBound(blocks=chosen)
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
         """Ignored: a fetch samples no token."""

@@ -47,8 +47,11 @@ class Lender:
     async def submit(self, job: PrefillJob) -> None:
         """Find the prefix and pin it.
 
-        Raises Unavailable when this worker has no more of it than the peer, or the fetch was cancelled.
+        Raises Unavailable when this worker has no more of it than the peer, or lends nothing, or the fetch was
+        cancelled.
         """
+        if self._host.parts.layout.windowed_layers:
+            raise Unavailable("prefixes are not lent where windowed layers are kept apart")
         loan = Request(
             request_id=RequestId(f"loan/{job.transfer_id}"),
             # Found by names alone; one token more than they cover, since a match leaves one to compute.
@@ -147,4 +150,4 @@ def _stop_waiting(loan: Request, scheduler: Scheduler) -> None:
 
 def _give_back(loan: Request, scheduler: Scheduler) -> None:
     _stop_waiting(loan, scheduler)
-    scheduler.blocks.release_after_use(loan.request_id, loan.block_table.clear())
+    scheduler.blocks.release_after_use(loan.request_id, scheduler.blocks.take_table(loan))

@@ -1,6 +1,7 @@
 """Routes a hub's callbacks by kind of transfer: prompts that are handed off, and prefixes that are fetched."""
 
 from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import FirstToken, PrefillJob
 from kv_transfer.session.receiver_attempt import ReceiverOwner
 from kv_transfer.session.sender_attempt import SenderOwner
@@ -21,7 +22,7 @@ class IncomingTransfers:
     def _owner(self, transfer_id: TransferId) -> ReceiverOwner:
         return self._fetcher if self._fetcher.owns(transfer_id) else self._handoffs
 
-    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> BlocksBound:
         return await self._owner(transfer_id).bind(transfer_id, num_blocks)
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:

@@ -147,9 +147,8 @@ class PoolPlan:
     def from_json(cls, data: memoryview) -> "PoolPlan":
         """Decode the output of `to_json`."""
         values: Mapping[str, Any] = json.loads(bytes(data))
-        layout = values.pop("layout")
-        layout["windowed_layers"] = tuple(layout["windowed_layers"])
-        return cls(**values, layout=KVLayout(**layout))
+        layout = {**values["layout"], "windowed_layers": tuple(values["layout"]["windowed_layers"])}
+        return cls(**{**values, "layout": KVLayout(**layout)})
 
 
 class PoolMemory(Protocol):

@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 
 from kv_transfer.protocol import wire
+from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import HandoffEnvelope, PrefillJob
 from kv_transfer.session.peer import Route
 from kv_transfer.transports.in_process import MemoryFabric
@@ -60,11 +61,11 @@ async def test_prefill_worker_leaves_despite_unresponsive_engine() -> None:
 async def test_decode_worker_bug_ends_its_process() -> None:
     fabric = MemoryFabric()
 
-    async def bind(transfer_id: TransferId, _num_blocks: int) -> tuple[BlockId, ...]:
+    async def bind(transfer_id: TransferId, _num_blocks: int) -> BlocksBound:
         if transfer_id == "bug":
             raise InvariantError("broken")
         await asyncio.Event().wait()
-        return ()
+        return BlocksBound(blocks=())
 
     async with prefilling("memory", fabric=fabric) as worker:
         with pytest.RaisesGroup(InvariantError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import FirstToken, PrefillJob
 from kv_transfer.session.sender_hub import SenderHub
 from tandem.errors import ServingError
@@ -47,8 +48,8 @@ class DecodeOwner:
         """Ever."""
         self.violations: list[str] = []
 
-    async def bind(self, _transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
-        return self.pool.take(num_blocks)
+    async def bind(self, _transfer_id: TransferId, num_blocks: int) -> BlocksBound:
+        return BlocksBound(blocks=self.pool.take(num_blocks))
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
         record = self.records[transfer_id]

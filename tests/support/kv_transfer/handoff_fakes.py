@@ -13,6 +13,7 @@ import grpc.aio
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import FirstToken, PrefillJob
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
@@ -95,11 +96,11 @@ class DecodeOwner:
         self.bind_gate = asyncio.Event()
         self.bind_gate.set()
 
-    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> BlocksBound:
         await self.bind_gate.wait()
         blocks = self.pool.allocate(num_blocks)
         self.records[transfer_id].bound += blocks
-        return blocks
+        return BlocksBound(blocks=tuple(blocks))
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
         self._note(transfer_id).tokens.append(first_token)
