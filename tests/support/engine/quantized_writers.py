@@ -324,6 +324,17 @@ FORMATS: dict[str, WrittenFormat] = {
         packed_int,
         {"bits": 8, "group": None},
     ),
+    **{
+        f"w{bits}a16": WrittenFormat(
+            _compressed(
+                "pack-quantized", num_bits=bits, type="int", symmetric=bits > 5, strategy="group", group_size=32
+            ),
+            packed_int,
+            {"bits": bits, "group": 32, "symmetric": bits > 5},
+            f"compressed-tensors pack-quantized, {bits} bits",
+        )
+        for bits in (3, 5, 6, 7)
+    },
     "w8a8": WrittenFormat(
         _compressed("int-quantized", _TOKENS, **_INT8), plain_int8, {"strategy": "channel"}, "int-quantized"
     ),

@@ -1,7 +1,7 @@
 """compressed-tensors, as llm-compressor writes it: integers packed or plain, FP8, MXFP4.
 
 https://github.com/vllm-project/compressed-tensors. `pack-quantized` stores `weight_packed`, int32 `[out, words]`,
-integers of 2, 4 or 8 bits with the lowest first and half of their range added; `int-quantized` an int8 `weight`;
+integers of 2 to 8 bits with the lowest first and half of their range added; `int-quantized` an int8 `weight`;
 `float-quantized` one in E4M3; `naive-quantized` either; `mxfp4-pack-quantized` pairs of E2M1 in bytes. All have a
 `weight_scale` for the tensor, each row ("channel"), group of columns, or block. Rounding of activations, which a
 scheme may ask for, is not done by restored weights: they are exact, the products finer than the scheme's.
@@ -36,7 +36,7 @@ from engine.model.config_fields import Fields
 _PACKED, _INT, _FLOAT, _NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 _MXFP4 = "mxfp4-pack-quantized"
 _FORMATS = (_PACKED, _INT, _FLOAT, _NAIVE, _MXFP4)
-_BITS = {_PACKED: (2, 4, 8), _INT: (8,), _FLOAT: (8,), _MXFP4: (4,)}
+_BITS = {_PACKED: (2, 3, 4, 5, 6, 7, 8), _INT: (8,), _FLOAT: (8,), _MXFP4: (4,)}
 _STRATEGIES = {
     _PACKED: ("channel", "group"),
     _INT: ("tensor", "channel", "group"),
@@ -148,10 +148,13 @@ class CompressedTensorsFormat:
         else:
             zero = unpack_words(parts["weight_zero_point"].t(), self.bits, rows).t().to(torch.int16).contiguous()
         size = self.group_size or columns
+        codes = canonical_codes(parts["weight_packed"], self.bits, columns)
+        if 4 < self.bits < 8:  # around the middle of a byte, where kernels have them
+            codes, zero = codes + _shift(self.bits), zero + _shift(self.bits)
         return GroupIntMatrix(
-            bits=8 if self.bits == 8 else 4,
+            bits=4 if self.bits <= 4 else 8,
             num_columns=columns,
-            codes=canonical_codes(parts["weight_packed"], self.bits, columns),
+            codes=codes,
             scale=scale,
             zero=zero,
             group_size=size,
@@ -166,6 +169,11 @@ class CompressedTensorsFormat:
         if self.group_size is not None:
             return ((rows, -(-columns // self.group_size)),)
         return ((rows, 1), (rows,))
+
+
+def _shift(bits: int) -> int:
+    """What is added to codes of fewer bits than eight, so that the middle of their range is that of a byte."""
+    return 128 - (1 << (bits - 1))
 
 
 def _rounds_rows(inputs: Any) -> bool:
