@@ -33,9 +33,9 @@ class Tool:
     """The script, among these tests."""
     environment: PeerEnvironment
     ways: Sequence[str]
-    """Weights alone are rounded: in float32 they are what the tool restores."""
+    """In float32 the weights are what the tool restores; inputs are not rounded."""
     rounding: Sequence[str] = ()
-    """Inputs of products are rounded as well, when the tool computes."""
+    """Likewise, and with `stored` inputs are rounded as well, as the tool computes."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What is not read, and the text by which it is refused."""
 
@@ -70,11 +70,10 @@ TOOLS: Mapping[str, Tool] = {
         module="on_llmcompressor",
         environment=PeerEnvironment(name="tool-llmcompressor", steps=(("llmcompressor==0.14.0.1",),), sees_ours=True),
         ways=(
-            *("W4A16", "W4A16_ASYM", "W8A16", "W2A16", "W3A16", "W6A16", "MXFP4A16"),
-            *("GPTQ-W4A16", "GPTQ-ORDER-W4A16", "AWQ-W4A16_ASYM"),
+            *("W4A16", "W4A16_ASYM", "W8A16", "W2A16", "W3A16", "W6A16", "MXFP4A16", "MXFP8A16"),
+            *("NVFP4A16", "W4AFP8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "GPTQ-W4A16", "GPTQ-W8A16"),
         ),
-        rounding=("W8A8", "GPTQ-W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
-        refused={"NVFP4A16": "format must be one of", "MXFP8A16": "format must be one of"},
+        rounding=("W8A8", "GPTQ-W8A8"),
     ),
     "gptqmodel": Tool(
         module="on_gptqmodel",
@@ -100,6 +99,14 @@ TOOLS: Mapping[str, Tool] = {
             name="tool-bitsandbytes", steps=(("bitsandbytes==0.50.2", "accelerate==1.15.0"),), sees_ours=True
         ),
         ways=("nf4", "nf4-nested", "fp4", "fp4-nested", "int8"),
+    ),
+    "torchao": Tool(
+        module="on_torchao",
+        environment=PeerEnvironment(
+            name="tool-torchao", steps=(("torchao==0.18.0", "accelerate==1.15.0"),), sees_ours=True
+        ),
+        ways=(),
+        refused={"int8": "quant_method must be one of .*, is 'torchao'"},
     ),
     "llama.cpp": Tool(
         module="on_llama_cpp",

@@ -4,6 +4,7 @@ A way is a method, bits, columns of a group, and more of its settings: `gptq-4-1
 """
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ _TORCH_KERNELS = {"gptq": "GPTQ_TORCH", "awq": "AWQ_TORCH"}
 
 
 def write(source: Path, stored: Path, way: str) -> Restored:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its default for two processors is one, which it then refuses
     tool: Any = importlib.import_module("gptqmodel")
     settings: Any = importlib.import_module("gptqmodel.quantization.config")
     method, bits, group, *more = way.split("-")
     options: dict[str, Any] = {"bits": int(bits), "group_size": -1 if group == "row" else int(group)}
     options |= {"desc_act": "desc_act" in more, "sym": "asym" not in more}
-    options |= {"quant_method": settings.METHOD(method)}
+    options |= {"quant_method": settings.METHOD(method), "offload_to_disk": False}
     options["format"] = settings.FORMAT("gemm" if method == "awq" else "gptq_v2" if "v2" in more else "gptq")
     model = tool.GPTQModel.load(str(source), settings.QuantizeConfig(**options), device="cpu", dtype=torch.float32)
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in calibration()]

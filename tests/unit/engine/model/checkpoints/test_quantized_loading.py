@@ -36,7 +36,7 @@ AS_STORED = dict.fromkeys(
     (
         *("gptq-2", "gptq-3", "gptq-4", "gptq-8", "gptq-v2", "gptq-row", "awq"),
         *("w4a16", "w4a16-zeros", "w8a16", "w8a8", "w8a8-tensor", "w8a8-zeros", "w8-group"),
-        *("w3a16", "w5a16", "w6a16", "w7a16"),
+        *("w3a16", "w5a16", "w6a16", "w7a16", "w4afp8"),
         *("ct-fp8-row", "fp8-tensor", "fp8-row"),
     ),
     len(PROJECTIONS),
