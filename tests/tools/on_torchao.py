@@ -1,4 +1,4 @@
-"""torchao through transformers. Runs in an environment that has torchao. What it writes is refused, so nothing is restored.
+"""torchao through transformers, in an environment that has torchao. What it writes is refused: nothing is restored.
 
 A way is `int8`: weights alone.
 """
