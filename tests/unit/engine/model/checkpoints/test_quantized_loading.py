@@ -312,6 +312,10 @@ def test_quantized_tensors_without_config_are_refused(folder: Callable[[str], Pa
         ("w8a8", "weight_scale", lambda t: t[:5], r"weight_scale has shape \[5, 1\], config.json implies \[64, 1\] or"),
         ("w8a8", "weight", lambda t: t.to(torch.uint8), r"q_proj\.weight is stored as U8, not as F32"),
         ("ct-mxfp4", "weight_scale", lambda t: t * 0 + 255, r"weight_scale has scales that are not finite"),
+        ("ct-mxfp8", "weight_scale", lambda t: t * 0 + 255, r"weight_scale has scales that are not finite"),
+        ("ct-nvfp4", "weight_global_scale", lambda t: t * 0, r"weight_scale has scales that are not finite"),
+        ("ct-nvfp4", "weight_global_scale", lambda _: None, r"weight_global_scale is missing"),
+        ("ct-nvfp4", "weight_scale", lambda t: t.float(), r"weight_scale is stored as F32, not as F8_E4M3"),
         ("fp8-block", "weight_scale_inv", lambda t: t[1:], r"weight_scale_inv has shape"),
         ("fp8-block", "weight_scale_inv", lambda _: None, r"weight_scale_inv is missing"),
         (
@@ -384,7 +388,17 @@ def test_bitsandbytes_damaged_state_is_refused(state: bytes, match: str, folder:
         ("awq", {"checkpoint_format": "gemv_fast"}, "checkpoint_format must be gemm"),
         ("awq", {"zero_point": False}, "zero_point must be true"),
         ("w4a16", {"format": "marlin-24"}, "format must be one of pack-quantized, int-quantized"),
-        ("w4a16", {"format": "nvfp4-pack-quantized"}, "is 'nvfp4-pack-quantized'"),
+        ("w4a16", {"format": "nvfp4-pack-quantized"}, "type is int, which is not stored as nvfp4-pack-quantized"),
+        (
+            "ct-nvfp4",
+            {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "group"}}}},
+            "strategy must be one of tensor_group, is 'group'",
+        ),
+        (
+            "ct-mxfp8",
+            {"config_groups": {"a": {"weights": {"type": "float", "group_size": 64}}}},
+            "group_size must be 32 for mxfp8-quantized, is 64",
+        ),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config' is not a setting of"),
         ("sparse-24", {"sparsity_config": {"format": "sparse-24-bitmask", "x": 1}}, "sparsity_config: 'x' is not a"),
         (
