@@ -1,8 +1,10 @@
 """What tools quantize and are compared on: the built-in model and a larger random one, restored models, checkpoints."""
 
+import importlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,8 +25,7 @@ _PROJECTION = "_proj."
 
 def write_seeded_llama(folder: Path) -> Path:
     """Write a random Llama of two layers (hidden 1,024, FFN 2,048) with the built-in model's tokenizer; the folder."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         vocab_size=2048,
         hidden_size=1024,

@@ -40,7 +40,14 @@ _MXFP8, _MXFP4, _NVFP4 = "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-
 _FORMATS = (_PACKED, _INT, _FLOAT, _NAIVE, _MXFP8, _MXFP4, _NVFP4)
 _INTEGERS = (_PACKED, _INT)
 _INTEGER_BITS = (2, 3, 4, 5, 6, 7, 8)
-_BITS = dict.fromkeys(_INTEGERS, _INTEGER_BITS) | {_FLOAT: (8,), _MXFP8: (8,), _MXFP4: (4,), _NVFP4: (4,)}
+_BITS: Mapping[str, tuple[int, ...]] = {
+    _PACKED: _INTEGER_BITS,
+    _INT: _INTEGER_BITS,
+    _FLOAT: (8,),
+    _MXFP8: (8,),
+    _MXFP4: (4,),
+    _NVFP4: (4,),
+}
 _STRATEGIES = {
     _PACKED: ("channel", "group"),
     _INT: ("tensor", "channel", "group"),
