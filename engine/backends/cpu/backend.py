@@ -4,13 +4,15 @@ Every processor has kernels for everything, on AMX tiles or on vectors as wide a
 step allocates nothing here: every result lies in a buffer with its own name.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.code_attention import CpuCodeAttention
-from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated
+from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated, RoutedExperts
 from engine.backends.cpu.programs import CpuPrograms
 from engine.backends.options import BackendOptions
 from engine.backends.thread_priority import lower_thread_priority
@@ -28,6 +30,7 @@ from engine.kernels.cpu.gemm import (
     whole_tiles,
 )
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
+from engine.kernels.cpu.mixture import PackedExpert, PackedMixture
 from engine.kernels.cpu.norms import CompiledNorm, CpuActivations, NormMode
 from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
@@ -38,7 +41,7 @@ from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.norm import RowNorm
 from engine.model.layers.torch_attention import TorchAttention
-from engine.model.spec import Activation, NormKind, NormSpec
+from engine.model.spec import Activation, MoeSpec, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 
 _CACHE_LINE_BYTES = 64
@@ -236,6 +239,20 @@ class CpuBackend:
         linear = self._pack_layer(weight, bias, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
+    def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> Projection:
+        """See Backend. The choice of experts is not quantized."""
+        experts = [
+            PackedExpert(
+                gate_up=self._pack_layer(gate_up, None, Epilogue.GATED, Tiles.NOTHING),
+                down=self._pack_layer(next(matrices), None, Epilogue.STORE_FLOAT32, Tiles.NOTHING),
+            )
+            for gate_up in matrices
+        ]
+        arithmetic = best_arithmetic(self._library.features, self.dtype)
+        packed_router = self._pack(router, None, arithmetic, Epilogue.STORE_FLOAT32, Tiles.NOTHING)
+        packed = PackedMixture(self._library, moe, packed_router, experts, num_threads=self._threads)
+        return RoutedExperts(packed, self._buffers)
+
     def head(self, weight: Tensor) -> Projection:
         return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
 
@@ -246,8 +263,11 @@ class CpuBackend:
         linear = self._pack_head(weight)
         return PackedEmbedding(linear, self._buffers), BufferedProjection(linear, self._buffers, "logits")
 
-    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> Norm:
-        gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
+    def norm(
+        self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False
+    ) -> Norm:
+        # Experts are given rows, one by one, which do not lie together in tiles.
+        gives_tiles = not feeds_mixture and bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
         if spec.kind is NormKind.RMS:
             return FusedNorm(weight, spec.eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
         norm = self._compiled_norm(NormMode.LAYER, weight[None], bias, spec.eps, weight.shape[0])

@@ -150,8 +150,8 @@ class _Linear(ctypes.Structure):
 class PackedLinear:
     """`x @ weight.T + bias` from a packed copy of `weight`, written into a tensor of the caller."""
 
-    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_reference", "_scales", "_tiles", "arithmetic",
-                 "columns", "depth", "dtype", "num_threads", "out_dtype")  # fmt: skip
+    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_scales", "_tiles", "arithmetic", "columns",
+                 "depth", "dtype", "kernel_address", "num_threads", "out_dtype", "record_address")  # fmt: skip
 
     def __init__(
         self,
@@ -201,9 +201,10 @@ class PackedLinear:
             takes_tiles=Tiles.INPUT in tiles,
             gives_tiles=Tiles.OUTPUT in tiles,
         )
-        self._reference = ctypes.addressof(self._record)
+        self.record_address = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
+        self.kernel_address = library.address(f"tandem_{name}_linear")
         embeds = not arithmetic.has_groups and not arithmetic.is_of_floats and not gated
         signature = "piipipii" if self._scales is None else "ppiipipii"
         self._embed = library.function(f"tandem_{name}_embed", signature, "i") if embeds else None
@@ -233,7 +234,7 @@ class PackedLinear:
                 check_whole_tiles(x)
             if Tiles.OUTPUT in self._tiles:
                 check_whole_tiles(out)
-        self._multiply(self._reference, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
+        self._multiply(self.record_address, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
         """Copy rows `ids` (int64) of the weight to `out` `[num_ids, depth]`: tied embeddings need no second copy. Rows

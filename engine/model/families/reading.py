@@ -6,11 +6,12 @@ from typing import Any
 
 from engine.model.config_fields import Fields
 from engine.model.rope_config import RopeConfig, RopeDefaults, RopeType, parse_rope, read_rope
-from engine.model.spec import LayerSpec, ModelSpec, NormKind, NormSpec
+from engine.model.spec import LayerSpec, ModelSpec, MoeSpec, NormKind, NormSpec
 
 _MAX_DIM = 2**20
 _MAX_VOCAB = 2**24
 _MAX_LAYERS = 4096
+_MAX_EXPERTS = 4096
 _MAX_POSITIONS = 2**31 - 1
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -142,6 +143,27 @@ def ropes_by_type(fields: Fields, defaults: FamilyDefaults, local_theta: float) 
     kinds = {FULL: defaults.rope, SLIDING: local}
     own = {kind: nested.nested(kind) or Fields({}, f"config.json: rope_parameters: {kind}") for kind in kinds}
     return {kind: read_rope(fields, own[kind], positions, kinds[kind]) for kind in kinds}
+
+
+def read_mixture(
+    fields: Fields, *, experts: str, num_experts: int, per_token: int, size: int, normalizes: bool
+) -> MoeSpec:
+    """The mixture of experts of a layer, without a shared one. Raises ConfigError.
+
+    `experts`: the field with their number; `num_experts`, `per_token`: what it is where the file is silent.
+    """
+    count = fields.integer(experts, 1, _MAX_EXPERTS, num_experts)
+    chosen = fields.integer("num_experts_per_tok", 1, count, per_token)
+    return MoeSpec(num_experts=count, experts_per_token=chosen, expert_size=size, normalizes_weights=normalizes)
+
+
+def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have a mixture of experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises ConfigError."""
+    count, dense = num_layers(fields), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        raise fields.error("mlp_only_layers", "must be a list of numbers of layers")
+    step = fields.integer("decoder_sparse_step", 1, _MAX_LAYERS, 1)
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
 
 
 def attention_bias(fields: Fields, *, default: bool = False) -> bool:
