@@ -31,7 +31,7 @@ def _parse_mixtral(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
     layer = read_layer(fields, defaults)
     window = sliding_window(fields) if fields.has("sliding_window") else None
     moe = read_mixture(
-        fields, experts="num_local_experts", num_experts=8, per_token=2, size=layer.intermediate_size, normalizes=True
+        fields, num_experts=8, per_token=2, size=layer.intermediate_size, normalizes=True
     )
     return read_model(fields, defaults, replace(layer, window=window, moe=moe), names=_MIXTRAL_NAMES)
 

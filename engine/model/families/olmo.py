@@ -52,7 +52,6 @@ def _parse_olmoe(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
     layer = replace(_layer(fields, defaults), has_input_norms=True, has_output_norms=False)
     moe = read_mixture(
         fields,
-        experts="num_experts",
         num_experts=64,
         per_token=8,
         size=layer.intermediate_size,

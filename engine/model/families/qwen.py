@@ -56,7 +56,6 @@ def _parse_qwen3_moe(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
 def _mixture(fields: Fields, *, num_experts: int, per_token: int, size: int) -> MoeSpec:
     return read_mixture(
         fields,
-        experts="num_experts",
         num_experts=num_experts,
         per_token=per_token,
         size=fields.integer("moe_intermediate_size", 1, 2**20, size),

@@ -12,6 +12,7 @@ _MAX_DIM = 2**20
 _MAX_VOCAB = 2**24
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
 _MAX_POSITIONS = 2**31 - 1
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -145,14 +146,16 @@ def ropes_by_type(fields: Fields, defaults: FamilyDefaults, local_theta: float) 
     return {kind: read_rope(fields, own[kind], positions, kinds[kind]) for kind in kinds}
 
 
-def read_mixture(
-    fields: Fields, *, experts: str, num_experts: int, per_token: int, size: int, normalizes: bool
-) -> MoeSpec:
+def read_mixture(fields: Fields, *, num_experts: int, per_token: int, size: int, normalizes: bool) -> MoeSpec:
     """The mixture of experts of a layer, without a shared one. Raises ConfigError.
 
-    `experts`: the field with their number; `num_experts`, `per_token`: what it is where the file is silent.
+    `num_experts`, `per_token`: what they are where the file is silent.
     """
-    count = fields.integer(experts, 1, _MAX_EXPERTS, num_experts)
+    # One number with two names: transformers 5 writes another one for Qwen3 than the models' files have.
+    names = [name for name in _NUM_EXPERTS if fields.has(name)]
+    if len(names) > 1 and len({fields.get(name) for name in names}) > 1:
+        raise fields.error(" and ".join(names), "must be the same number")
+    count = fields.integer(names[0] if names else _NUM_EXPERTS[0], 1, _MAX_EXPERTS, num_experts)
     chosen = fields.integer("num_experts_per_tok", 1, count, per_token)
     return MoeSpec(num_experts=count, experts_per_token=chosen, expert_size=size, normalizes_weights=normalizes)
 
