@@ -52,8 +52,8 @@ the same weights and biases.
 - Greedy tokens equal through a prefill worker, the hand-off, two decode ranks and cached prefixes:
   `tests/e2e/models/test_families.py`, some families at each run; not InternLM3, nor `longrope` beyond its context.
 
-- Mixtures of experts: the compiled kernel against plain operators on random shapes, and a row alone against the same row
-  in any batch, bit for bit: `tests/unit/engine/kernels/test_cpu_mixture.py`; quantized models:
+- Mixtures of experts: the compiled kernel against plain operators on random shapes, and a row alone against the same
+  row in any batch, bit for bit: `tests/unit/engine/kernels/test_cpu_mixture.py`; quantized models:
   `tests/unit/engine/backends/test_cpu_mixtures.py`.
 
 Kernels that need AMX or AVX-512 and kernels on a GPU compute the families by the same calls; the families that came

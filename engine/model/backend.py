@@ -206,7 +206,7 @@ class Backend(Protocol):
     def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> Projection:
         """Make a mixture of experts in the role DOWN: what each row's experts return, weighted and summed.
 
-        `router`: `[num_experts, hidden_size]`, with one more row for a shared expert. `matrices`: of each expert two, as
+        `router`: `[num_experts, hidden_size]`, one more row for a shared expert. `matrices`: of each expert two, as
         `gated` takes them for SiLU and as `projection` does, the shared expert's last. Each is taken once the one
         before is packed, so that beside what is kept only one is in memory.
 
@@ -231,9 +231,7 @@ class Backend(Protocol):
         """Make embedding and head over one matrix, stored once; the embedding's `nbytes` is zero."""
         ...
 
-    def norm(
-        self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False
-    ) -> Norm:
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False) -> Norm:
         """Make a norm over the hidden size; `feeds_mixture`: a mixture of experts reads its rows, one by one."""
         ...
 

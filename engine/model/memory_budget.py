@@ -172,8 +172,8 @@ def _largest_gate(config: ModelSpec) -> int:
 
 
 def _routing_bytes(config: ModelSpec, item: int) -> int:
-    """Bytes that a mixture of experts takes for a row, beside gates: its copy for an expert, what the expert returns and
-    the sum of all, both in float32; logits and probabilities of experts, and their order.
+    """Bytes that a mixture of experts takes for a row, beside gates: its copy for an expert, what that returns and the
+    sum of all, both in float32; logits and probabilities of experts, and their order.
     """
     if (moe := config.moe) is None:
         return 0

@@ -160,7 +160,9 @@ def _experts(spec: ModelSpec, moe: MoeSpec) -> Iterator[tuple[str, Parts]]:
         experts.append((names.shared_expert, moe.shared_size, Split.SHARED_INNER))
     yield from _projection("expert_router", tuple(routers), has_bias=False)
     for index, (prefix, size, split) in enumerate(experts):
-        gates = (_rows(f"{prefix}.{name}", (size, spec.hidden_size), split) for name in (names.expert_gate, names.expert_up))
+        gates = (
+            _rows(f"{prefix}.{name}", (size, spec.hidden_size), split) for name in (names.expert_gate, names.expert_up)
+        )
         down = _closing_columns(spec, f"{prefix}.{names.expert_down}", size, split)
         yield from _projection(f"experts.{index}.gate_up", tuple(gates), has_bias=False)
         yield from _projection(f"experts.{index}.down", (down,), has_bias=False)

@@ -2,8 +2,8 @@
 
 After Megatron-LM (Shoeybi et al., 2019): the projections that open a block are split by output rows (whole heads, whole
 pairs of gate and up), those that close it by input columns, so that a block needs one sum over the ranks, at its end.
-Experts are split alike: every rank has a part of each. Vocabulary rows are split too; every rank has all norms. Where there are fewer key-value heads than ranks, several
-ranks have the same one.
+Experts are split alike: every rank has a part of each. Vocabulary rows are split too; every rank has all norms. Where
+there are fewer key-value heads than ranks, several ranks have the same one.
 """
 
 from dataclasses import dataclass, replace

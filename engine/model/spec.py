@@ -55,8 +55,8 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A mixture of experts in an MLP's place (Shazeer et al., 2017): gated MLPs, of which a router chooses a few for each
-    token by a softmax over all.
+    """A mixture of experts in an MLP's place (Shazeer et al., 2017): gated MLPs, of which a router chooses a few for
+    each token by a softmax over all.
     """
 
     num_experts: int

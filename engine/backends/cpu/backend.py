@@ -263,9 +263,7 @@ class CpuBackend:
         linear = self._pack_head(weight)
         return PackedEmbedding(linear, self._buffers), BufferedProjection(linear, self._buffers, "logits")
 
-    def norm(
-        self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False
-    ) -> Norm:
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False) -> Norm:
         # Experts are given rows, one by one, which do not lie together in tiles.
         gives_tiles = not feeds_mixture and bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
         if spec.kind is NormKind.RMS:

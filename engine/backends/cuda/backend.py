@@ -110,7 +110,7 @@ class CudaBackend:
         return CudaGated(product, bias, self.dtype, activation)
 
     def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> GroupedMixture:
-        """See Backend. One expert after the other, and the host waits for the choice: it serves, without kernels yet."""
+        """See Backend. One expert after the other, and the host waits for the choice: it serves, without kernels."""
         experts = [
             Expert(
                 gate_up=self.gated(gate_up, None),
@@ -156,7 +156,7 @@ class CudaBackend:
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
-        """See Backend. `attention` must be the last one that this backend made; else nothing is recorded, and nothing of a
+        """See Backend. `attention` must be the last one that this backend made; else nothing is recorded. Neither is a
         model with mixtures of experts, whose launches depend on what they compute.
         """
         if self.device.type != "cuda" or self._attention is None or attention is not self._attention:

@@ -116,7 +116,11 @@ class PackedMixture:
         for given in (x, out):
             if given.shape != (rows, self.size) or given.stride(1) != 1 or given.dtype is not self.dtype:
                 raise InvariantError(f"experts of rows of {self.size} given {given.dtype} {tuple(given.shape)}")
-        if scratch.dtype is not torch.uint8 or not scratch.is_contiguous() or scratch.nbytes < rows * self.scratch_bytes:
+        if (
+            scratch.dtype is not torch.uint8
+            or not scratch.is_contiguous()
+            or scratch.nbytes < rows * self.scratch_bytes
+        ):
             raise InvariantError(f"{rows} rows of experts need {rows * self.scratch_bytes} bytes, not {scratch.nbytes}")
         self._compute(
             ctypes.addressof(self._record),

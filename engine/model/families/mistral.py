@@ -1,4 +1,4 @@
-"""Mistral: a sliding window in every layer, unless `sliding_window` is null. Mixtral: mixtures of experts in its place."""
+"""Mistral: a sliding window in every layer, unless `sliding_window` is null. Mixtral: mixtures of experts, no window."""
 
 from dataclasses import replace
 
@@ -30,9 +30,7 @@ def _parse(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
 def _parse_mixtral(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
     layer = read_layer(fields, defaults)
     window = sliding_window(fields) if fields.has("sliding_window") else None
-    moe = read_mixture(
-        fields, num_experts=8, per_token=2, size=layer.intermediate_size, normalizes=True
-    )
+    moe = read_mixture(fields, num_experts=8, per_token=2, size=layer.intermediate_size, normalizes=True)
     return read_model(fields, defaults, replace(layer, window=window, moe=moe), names=_MIXTRAL_NAMES)
 
 
@@ -46,9 +44,7 @@ MISTRAL = ModelFamily(
 )
 MIXTRAL = ModelFamily(
     models="Mixtral 8x7B, 8x22B",
-    differs="mixture of experts in every layer, weights of the chosen ones normalised; sliding window where the file has one",
+    differs="mixture of experts in every layer; sliding window where the file has one",
     parse=_parse_mixtral,
-    defaults=FamilyDefaults(
-        kv_heads=8, max_positions=131_072, norm_eps=1e-5, rope=RopeDefaults(theta=1_000_000.0)
-    ),
+    defaults=FamilyDefaults(kv_heads=8, max_positions=131_072, norm_eps=1e-5, rope=RopeDefaults(theta=1_000_000.0)),
 )

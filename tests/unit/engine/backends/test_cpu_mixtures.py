@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from engine.backends.options import BackendOptions
 from engine.backends.plain_torch import TorchBackend
 from engine.backends.select import select_backend
 from engine.kernels.cpu.gemm import Arithmetic
+from engine.kernels.cpu.program import KernelProgram
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.decoder import Decoder
 from engine.model.loader import load_model
@@ -69,11 +71,16 @@ def test_cpu_mixture_recorded_steps_equal_eager_ones(quantization: str, director
     answers = []
     for records in (False, True):
         session = Session(on_kernels(directory, quantization), num_blocks=60, block_size=16)
-        replays = []
+        replays: list[KernelProgram] = []
         if records:
             session.runner.record_graphs(max_rows=3, max_tokens=64, max_length=128)
-            replay = session.runner.graphs.replay  # type: ignore[union-attr]
-            session.runner.graphs.replay = lambda program: (replays.append(1), replay(program))  # type: ignore[union-attr]
+            graphs: Any = session.runner.graphs
+
+            def replay(program: KernelProgram, seen: list[KernelProgram] = replays) -> None:
+                seen.append(program)
+                program.run()
+
+            graphs.replay = replay
         requests = [session.request(random_tokens(random.Random(i), 5 + 11 * i), capacity=70) for i in range(3)]
         session.run(requests, 20, chunk=13, rng=random.Random(2))
         assert not records or len(replays) > 3
@@ -86,7 +93,7 @@ def test_cpu_mixture_recorded_steps_equal_eager_ones(quantization: str, director
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_mixture_row_does_not_depend_on_company(dtype: str, directory: Path) -> None:
-    """Also without `deterministic`: products and routing take each row for itself, attention's kernels are the same."""
+    """Nor on how a prompt is cut."""
     options = replace(OPTIONS, dtype=dtype, deterministic=True)
     found = []
     for cuts in ((40,), (17, 1, 1, 21)):

@@ -142,7 +142,11 @@ def test_unsupported_architecture_is_refused_with_all_that_are() -> None:
         ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "full_attention must be an object"),
         ("Gemma3ForCausalLM", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
-        ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 5}, r"num_experts_per_tok must be .* \[1, 4\]"),
+        (
+            "MixtralForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 5},
+            r"num_experts_per_tok must be .* \[1, 4\]",
+        ),
         ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts must be an integer in"),
         (
             "Qwen3MoeForCausalLM",
@@ -195,7 +199,11 @@ def test_mixture_counts_the_operations_of_chosen_experts() -> None:
 def test_experts_that_ranks_cannot_share_are_refused_by_field() -> None:
     for architecture, changes, field in (
         ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 15}, "moe_intermediate_size, which is 15"),
-        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 15}, "shared_expert_intermediate_size, which is 15"),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 15},
+            "shared_expert_intermediate_size, which is 15",
+        ),
         ("Qwen3MoeForCausalLM", {"intermediate_size": 15, "mlp_only_layers": [1]}, "intermediate_size, which is 15"),
         ("MixtralForCausalLM", {"intermediate_size": 15}, "config.json's intermediate_size, which is 15"),
     ):

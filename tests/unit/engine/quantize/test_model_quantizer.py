@@ -200,7 +200,9 @@ def test_quantized_families_serve(case: FamilyCase, tmp_path: Path) -> None:
 def test_quantize_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
     case = next(case for case in FAMILY_CASES if case.name == "mixtral")
     case.save(case.model(num_hidden_layers=1), tmp_path / "dense")
-    with pytest.raises(ConfigError, match="MixtralForCausalLM has mixtures of experts, which are not quantized to files"):
+    with pytest.raises(
+        ConfigError, match="MixtralForCausalLM has mixtures of experts, which are not quantized to files"
+    ):
         quantize(tmp_path / "dense", tmp_path / "out", *KINDS[0])
 
 
