@@ -21,6 +21,7 @@ from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.gemm import (
     FEW_ROWS,
     TILE_COLUMNS,
+    Arena,
     Arithmetic,
     Epilogue,
     PackedLinear,
@@ -201,6 +202,7 @@ class CpuBackend:
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._activations = CpuActivations(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
+        self._arena = Arena(library)
         self.name = "cpu-amx" if has_tiles else "cpu-vectors"
         if quantization != "none":
             self.name += f"-{quantization}"
@@ -243,8 +245,8 @@ class CpuBackend:
         """See Backend. The choice of experts is not quantized."""
         experts = [
             PackedExpert(
-                gate_up=self._pack_layer(gate_up, None, Epilogue.GATED, Tiles.NOTHING),
-                down=self._pack_layer(next(matrices), None, Epilogue.STORE_FLOAT32, Tiles.NOTHING),
+                gate_up=self._pack_expert(gate_up, Epilogue.GATED),
+                down=self._pack_expert(next(matrices), Epilogue.STORE_FLOAT32),
             )
             for gate_up in matrices
         ]
@@ -320,8 +322,23 @@ class CpuBackend:
         return self._pack(weight, None, self._head_arithmetic, Epilogue.STORE_FLOAT32, taken)
 
     def _pack_layer(self, weight: Weight, bias: Tensor | None, epilogue: Epilogue, tiles: Tiles) -> PackedLinear:
+        return self._pack(weight, bias, self._arithmetic_of(weight), epilogue, tiles)
+
+    def _pack_expert(self, weight: Weight, epilogue: Epilogue) -> PackedLinear:
+        arithmetic = self._arithmetic_of(weight)
+        return PackedLinear(
+            self._library,
+            weight,
+            arithmetic=arithmetic,
+            epilogue=epilogue,
+            num_threads=self._threads,
+            arena=self._arena,
+        )
+
+    def _arithmetic_of(self, weight: Weight) -> Arithmetic:
+        """What multiplies by a matrix of a layer."""
         stored = None if isinstance(weight, Tensor) else stored_arithmetic(self._library.features, weight, self.dtype)
-        return self._pack(weight, bias, stored or self._arithmetic, epilogue, tiles)
+        return stored or self._arithmetic
 
     def _pack(
         self, weight: Weight, bias: Tensor | None, arithmetic: Arithmetic, epilogue: Epilogue, tiles: Tiles

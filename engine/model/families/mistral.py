@@ -1,4 +1,4 @@
-"""Mistral: a sliding window in every layer, unless `sliding_window` is null. Mixtral: mixtures of experts, no window."""
+"""Mistral: a sliding window in every layer, unless `sliding_window` is null. Mixtral: mixtures of experts."""
 
 from dataclasses import replace
 

@@ -1,12 +1,14 @@
 """Mixtures of experts in one call against plain torch and against their own products; a row alone, bit for bit."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.cpu.build import KernelsUnavailable
-from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, stored_arithmetic
+from engine.kernels.cpu.gemm import CACHE_LINE_BYTES, Arena, Arithmetic, Epilogue, PackedLinear, stored_arithmetic
 from engine.kernels.cpu.library import load_kernels
 from engine.kernels.cpu.mixture import PackedExpert, PackedMixture
 from engine.model.checkpoints.on_load import WeightScheme
@@ -40,6 +42,7 @@ class Made:
         self.moe, self.hidden = moe, hidden
         self.dtype = dtype or arithmetic.dtype
         self.threads = threads
+        self._arena = Arena(library)
         self._library, self._arithmetic, self._scheme = library, arithmetic, scheme
 
         def matrix(rows, columns):
@@ -63,7 +66,14 @@ class Made:
         if self._scheme is not None:
             weight = self._scheme.quantize(weight)
             arithmetic = stored_arithmetic(self._library.features, weight, self.dtype)
-        return PackedLinear(self._library, weight, arithmetic=arithmetic, epilogue=epilogue, num_threads=self.threads)
+        return PackedLinear(
+            self._library,
+            weight,
+            arithmetic=arithmetic,
+            epilogue=epilogue,
+            num_threads=self.threads,
+            arena=self._arena,
+        )
 
     def plain(self):
         """In torch operators."""
@@ -221,3 +231,14 @@ def test_cpu_mixture_refuses_what_does_not_fit(library):
     bfloat16 = Made(library, spec(), 32, arithmetic=BF16)
     with pytest.raises(InvariantError, match="an expert that computes in"):
         PackedMixture(library, made.moe, made.packed_router, bfloat16.packed, num_threads=1)
+
+
+def test_arena_gives_separate_memory_by_cache_lines(library):
+    arena = Arena(library)
+    sizes = [1, 64, 65, 70_000, 40 << 20, 40 << 20, 3, 100 << 20, 5]
+    parts = [arena.allocate(size) for size in sizes]
+    assert [part.nbytes for part in parts] == sizes
+    assert all(part.data_ptr() % CACHE_LINE_BYTES == 0 for part in parts)
+    ends = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+    assert parts[2].data_ptr() - parts[0].data_ptr() == 128
