@@ -29,9 +29,9 @@ class Split(Enum):
     INNER = "inner"
     """The MLP's inner values."""
     EXPERT_INNER = "expert_inner"
-    """An expert's."""
+    """An expert's inner values."""
     SHARED_INNER = "shared_inner"
-    """Those of the expert that computes every token."""
+    """Inner values of the expert that computes every token."""
     VOCABULARY = "vocabulary"
 
 

@@ -33,7 +33,7 @@ def route(logits: Tensor, moe: MoeSpec) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expert:
-    """A gated MLP."""
+    """One gated MLP of a mixture."""
 
     gate_up: Projection  # silu(gate) * up
     down: Projection
