@@ -166,9 +166,9 @@ def estimate_workspace_bytes(
 
 def _largest_gate(config: ModelSpec) -> int:
     """Values of the largest gate that one projection computes."""
-    moe = config.moe
-    of_experts = () if moe is None else (moe.expert_size, moe.shared_size or 0)
-    return max(*of_experts, 0 if config.is_sparse_throughout else config.intermediate_size)
+    if (moe := config.moe) is None:
+        return config.intermediate_size
+    return max(moe.expert_size, moe.shared_size or 0, 0 if config.is_sparse_throughout else config.intermediate_size)
 
 
 def _routing_bytes(config: ModelSpec, item: int) -> int:

@@ -16,6 +16,7 @@ from engine.kernels.cpu.program import KernelProgram
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.decoder import Decoder
 from engine.model.loader import load_model
+from engine.model.memory_budget import estimate_workspace_bytes
 from tests.support.engine.families import FAMILY_CASES
 from tests.support.engine.paged_harness import LoadingRank, Session, load_plain, needs, on_kernels, random_tokens
 from tests.support.engine.quantized_writers import EXPERT_MATRICES, FORMATS, write_mixtral
@@ -31,7 +32,7 @@ class QuantizingTorch(TorchBackend):
 
     def __init__(self, scheme: WeightScheme) -> None:
         super().__init__()
-        self.quantizes_to = scheme  # type: ignore[misc]
+        self.quantizes_to = scheme  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +133,14 @@ def test_mixture_ranks_hold_their_parts_of_every_expert(directory: Path) -> None
         held = [part.nbytes - mixture._router.nbytes for part in parts]
         assert held == [(mixture.nbytes - mixture._router.nbytes) // 2] * 2
         assert [rank.config.layers[layer].moe.expert_size for rank in ranks] == [24, 24]
+
+
+def test_workspace_includes_what_a_mixture_takes_for_rows(directory: Path) -> None:
+    model = load_model(directory, backend=select_backend(OPTIONS))
+    scratch = model.layers[0].down._part._mixture.scratch_bytes - 512  # type: ignore[attr-defined]  # alignment
+    bounds = {"dtype": "float32", "max_batch_tokens": 300, "max_num_seqs": 4, "max_context": 128}
+    layers = tuple(replace(layer, moe=None, intermediate_size=112) for layer in model.config.layers)
+    dense = estimate_workspace_bytes(replace(model.config, layers=layers), **bounds)
+    of_rows = (estimate_workspace_bytes(model.config, **bounds) - dense) // 300
+    assert of_rows + 4 * 112 * 4 >= scratch
+    assert of_rows < scratch
