@@ -470,7 +470,28 @@ PROJECTIONS = {
 }
 
 
-def write_llama(path: Path, written: WrittenFormat, *, num_layers: int = 1, seed: int = 0) -> Path:
+NUM_EXPERTS = 3
+_EXPERT = {"w1": (_INNER, _HIDDEN), "w3": (_INNER, _HIDDEN), "w2": (_HIDDEN, _INNER)}
+_EXPERTS = "block_sparse_moe.experts"
+EXPERT_MATRICES = {name: shape for name, shape in PROJECTIONS.items() if not name.startswith("mlp.")} | {
+    f"{_EXPERTS}.{index}.{name}": shape for index in range(NUM_EXPERTS) for name, shape in _EXPERT.items()
+}
+
+
+def write_mixtral(path: Path, written: WrittenFormat) -> Path:
+    """Write a tiny Mixtral likewise; its router is stored dense, as tools do."""
+    return write_llama(path, written, matrices=EXPERT_MATRICES, architecture="MixtralForCausalLM")
+
+
+def write_llama(
+    path: Path,
+    written: WrittenFormat,
+    *,
+    num_layers: int = 1,
+    seed: int = 0,
+    matrices: dict[str, tuple[int, int]] = PROJECTIONS,
+    architecture: str = "LlamaForCausalLM",
+) -> Path:
     """Write a tiny Llama to `path/quantized`, and the same with restored weights to `path/dense`. Returns `path`."""
     rng = np.random.default_rng(seed)
     shared: dict[str, Tensor] = {
@@ -484,12 +505,16 @@ def write_llama(path: Path, written: WrittenFormat, *, num_layers: int = 1, seed
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shared[f"{prefix}{norm}.weight"] = tensor(rng.normal(1, 0.1, _HIDDEN).astype(np.float32))
-        for name, (rows, columns) in PROJECTIONS.items():
+        if matrices is EXPERT_MATRICES:
+            router = rng.normal(0, 0.3, (NUM_EXPERTS, _HIDDEN)).astype(np.float32)
+            shared[f"{prefix}block_sparse_moe.gate.weight"] = tensor(router)
+        for name, (rows, columns) in matrices.items():
             parts, values = written.matrix(rng, rows, columns)
             stored |= {f"{prefix}{name}.{part}": value for part, value in parts.items()}
             dense[f"{prefix}{name}.weight"] = values
     config = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [architecture],
+        "num_local_experts": NUM_EXPERTS,
         "hidden_size": _HIDDEN,
         "intermediate_size": _INNER,
         "num_hidden_layers": num_layers,
