@@ -18,8 +18,8 @@ from engine.model.decoder import Decoder
 from engine.runner.model_runner import ModelRunner
 from engine.types.block_table import BlockTable
 from engine.types.request import Batch, BatchItem, Request
-from engine.types.windows import WindowTable
 from engine.types.step_inputs import StepInputs
+from engine.types.windows import WindowTable
 from tandem.process.host_memory import return_freed_memory
 from tandem.values.ids import BlockHash, BlockId, RequestId
 from tandem.values.kv_layout import KVLayout

@@ -17,7 +17,7 @@ from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.token_guide import TokenGuide
 from engine.types.windows import WindowTable
 from tandem.errors import InvariantError
-from tandem.values.ids import BlockHash, BlockId, RequestId
+from tandem.values.ids import BlockHash, RequestId
 from tandem.values.outputs import FinishReason as FinishReason
 from tandem.values.outputs import SampledToken as SampledToken
 from tandem.values.outputs import TokenLogprob as TokenLogprob

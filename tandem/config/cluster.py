@@ -242,7 +242,9 @@ class ClusterConfig(Section):
             return None
         for name in ("offload_bytes", "host_cache_bytes", "disk_cache_bytes"):
             if value := getattr(self.engine, name):
-                return f"engine.windowed_layers is apart, and engine.{name} is {value}: lower tiers keep whole blocks only"
+                return (
+                    f"engine.windowed_layers is apart, and engine.{name} is {value}: lower tiers keep whole blocks only"
+                )
         nodes = {name: pool.nodes for name, pool in (("prefill", self.prefill), ("decode", self.decode))}
         for name, count in nodes.items():
             if count > 1:

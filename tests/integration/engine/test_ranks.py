@@ -27,8 +27,8 @@ from engine.distributed.ranks.messages import RankSetup
 from engine.distributed.ranks.processes import RANK_MODULE
 from engine.kv_cache.tiers.costs import MeasuredRates
 from engine.spec import EngineSpec
-from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.block_table import BlockTable
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import Batch, BatchItem, Request, SampledToken
 from kv_transfer.memory.shared_memory import SharedPool
 from tandem.errors import ConfigError

@@ -15,7 +15,7 @@ from kv_transfer.transports.in_process import MemoryFabric
 from tandem.errors import InvariantError
 from tandem.rpc.cluster_grpc import SERVER_OPTIONS
 from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
-from tandem.values.ids import BlockId, Incarnation, TransferId, WorkerId
+from tandem.values.ids import Incarnation, TransferId, WorkerId
 from tests.integration.handoff.test_failures import decoding, prefilling, wait_for
 from tests.support.kv_transfer.handoff_fakes import SETTINGS, WAIT_S, begin, make_job
 

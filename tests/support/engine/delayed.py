@@ -54,9 +54,7 @@ class DelayedStep:
         moved |= {offload.source for offload in self.batch.offloads}
         tables = [row.table for row in self.rows]
         size, window = self.runner.block_size, self.runner.window or 0
-        tables += [
-            group[max(0, row.start + 1 - window) // size :] for row in self.rows for group in row.windows[1]
-        ]
+        tables += [group[max(0, row.start + 1 - window) // size :] for row in self.rows for group in row.windows[1]]
         return moved | {load.target for load in self.batch.loads} | {block for table in tables for block in table}
 
     def written(self) -> set[BlockId]:

@@ -46,7 +46,11 @@ class Worker:
         num_blocks = windows.num_blocks(128) + num_spare_blocks
         self.scheduler = Scheduler(
             ledger.config(
-                num_blocks=num_blocks, max_model_len=128, prefill_chunk_tokens=chunk, max_batched_tokens=40, windows=windows
+                num_blocks=num_blocks,
+                max_model_len=128,
+                prefill_chunk_tokens=chunk,
+                max_batched_tokens=40,
+                windows=windows,
             ),
             BlockHasher(b"secret"),
         )

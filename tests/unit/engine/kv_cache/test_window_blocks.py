@@ -114,6 +114,4 @@ def test_scheduler_choices_share_the_window_of_their_prompt(runner: ledger.Ledge
 
 def test_scheduler_windows_exclude_lower_tiers() -> None:
     with pytest.raises(ConfigError, match="lower tiers"):
-        Scheduler(
-            ledger.config(windows=SPEC), BlockHasher(ledger.SECRET), tier=HostTier(4), block_bytes=1
-        )
+        Scheduler(ledger.config(windows=SPEC), BlockHasher(ledger.SECRET), tier=HostTier(4), block_bytes=1)

@@ -10,8 +10,8 @@ import pytest
 from engine.distributed.wire.steps import decode_step, encode_step
 from engine.runner.step_input_builder import build_step_inputs
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
-from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.block_table import BlockTable
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import Batch, BatchItem, Request
 from engine.types.step_inputs import StepInputs
 from tandem.errors import InvariantError
