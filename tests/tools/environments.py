@@ -110,7 +110,9 @@ TOOLS: Mapping[str, Tool] = {
     ),
     "llama.cpp": Tool(
         module="on_llama_cpp",
-        environment=PeerEnvironment(name="tool-llama.cpp", steps=(("sentencepiece==0.2.3",),), sees_ours=True),
+        environment=PeerEnvironment(
+            name="tool-llama.cpp", steps=(("sentencepiece==0.2.3", "accelerate==1.15.0"),), sees_ours=True
+        ),
         ways=("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "iq4_nl"),
     ),
 }

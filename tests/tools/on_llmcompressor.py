@@ -5,6 +5,7 @@ accelerator; and groups in activation order, which files of earlier versions hav
 """
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def write(source: Path, stored: Path, way: str) -> Restored:
         with torch.no_grad():
             logits = model(prompts(stored)).logits
     model.save_pretrained(stored, save_compressed=True)
+    nvfp4: Any = importlib.import_module("compressed_tensors.compressors.nvfp4.base")
+    helpers: Any = importlib.import_module("compressed_tensors.compressors.nvfp4.helpers")
+    # It restores these codes in bfloat16, whatever the model's dtype.
+    nvfp4.unpack_fp4_from_uint8 = partial(helpers.unpack_fp4_from_uint8, dtype=torch.float32)
     config = transformers.CompressedTensorsConfig(run_compressed=False)
     restored = transformers.AutoModelForCausalLM.from_pretrained(
         stored, dtype=torch.float32, quantization_config=config

@@ -82,7 +82,7 @@ class GroupedMixture:
         """Compute `[num_rows, hidden_size]` of rows of that size."""
         chosen, weights = route(self._router(x), self._moe)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for number in chosen.unique().tolist():  # in ascending order
+        for number in sorted(set(chosen.flatten().tolist())):
             rows, slots = (chosen == number).nonzero(as_tuple=True)
             expert = self._experts[number]
             found = expert.down(expert.gate_up(x[rows])).float()
