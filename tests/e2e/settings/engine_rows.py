@@ -1,6 +1,7 @@
 """Settings of engines, pools and hand-offs."""
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ from tests.e2e.models.test_quantized_checkpoint import quantize
 from tests.e2e.settings.row import MAX_TOKENS, Asked, Prompts, Row, Tokens, nothing_else
 from tests.support.certificates import Authority
 from tests.support.e2e.one_process import PoolDtypes, answers
+from tests.support.engine.families import FAMILY_CASES
 from tests.support.engine.gguf_writer import write_gguf
 from tests.support.oracle import BUILTIN, Oracle, noise
 
@@ -173,6 +175,36 @@ async def quantized_model(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
     return {}
 
 
+async def windowed_model(folder: Path, _: AsyncExitStack) -> Mapping[str, Any]:
+    """Five of six layers attend to 40 tokens; 1,536 bytes of KV a token."""
+    path = folder / "windowed"
+    path.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN / name, path)
+    [case] = [one for one in FAMILY_CASES if one.name == "gemma3"]
+    case.save(case.model(vocab_size=2048, max_position_embeddings=1024, sliding_window=40), path)
+    return {}
+
+
+def by_windowed_model(_: Oracle, prompts: Prompts, folder: Path) -> Tokens:
+    oracle = Oracle(folder / "windowed")
+    return [oracle.tokens(prompt, MAX_TOKENS) for prompt in prompts]
+
+
+async def windows_alone_travel(asked: Asked) -> None:
+    """Of five layers in six, what the next token attends to; and streams survive a kill behind the window."""
+    sent = partial(asked.cluster.figures, "tandem_worker_transfer_bytes_total", role="decode", outcome="committed")
+    before, num_tokens = sum((await sent()).values()), 640
+    await asked.cluster.tokens(noise(301, num_tokens), 4, cache_salt="sent")
+
+    async def is_reported() -> bool:
+        return sum((await sent()).values()) > before
+
+    await asked.cluster.until(is_reported)
+    assert sum((await sent()).values()) - before < 0.4 * num_tokens * 1536
+    await streams_outlive_a_killed_worker(asked)
+
+
 async def pools_are_compared(asked: Asked, *, least_agreeing: float = 0.8) -> None:
     """On answers that have ended, by a pool of each kind, which differ and not by much."""
 
@@ -274,6 +306,18 @@ ROWS = {
         )
         for dtype, transport in (("int8", "shm"), ("int8", "tcp"), ("fp8_e4m3", "shm"), ("int4", "tcp"))
     },
+    "windowed-layers-apart": Row(
+        settings={
+            **PLAIN,
+            **CHUNKED,
+            "engine.windowed_layers": "apart",
+            "model.path": "{folder}/windowed",
+            "decode.replicas": 2,
+        },
+        start=windowed_model,
+        check=windows_alone_travel,
+        expected=by_windowed_model,
+    ),
     "kv-int4-failover": Row(
         settings={**EXACT_BF16, "engine.kv_dtype": "int4", "decode.replicas": 2, "transfer.transport": "shm"},
         check=streams_outlive_a_killed_worker,

@@ -78,13 +78,23 @@ def test_chunk_plan_step_with_reported_layers_is_awaited() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_chunk_plan_any_order_covers_every_cell_once_within_bound(seed: int) -> None:
+    """Also of some of the model's layers, and of the last units alone."""
     rng = random.Random(seed)
-    shape = HandoffSize(num_layers=rng.randint(1, 8), num_heads=rng.randint(1, 3), unit_layer_bytes=rng.randint(1, 50))
     chunk_bytes, total = rng.randint(1, 600), rng.randint(1, 30)
-    plan, coverage = (
-        planner(chunk_bytes, shape),
-        Coverage(num_units=total, lane=whole_lane(layout(heads=shape.num_heads, layers=shape.num_layers))),
+    num_layers, model_layers = rng.randint(1, 8), ()
+    if seed % 2:
+        model_layers = tuple(sorted(rng.sample(range(12), num_layers)))
+    shape = HandoffSize(
+        num_layers=num_layers,
+        num_heads=rng.randint(1, 3),
+        unit_layer_bytes=rng.randint(1, 50),
+        first_unit=rng.randrange(total) if seed % 3 == 1 else 0,
+        model_layers=model_layers,
     )
+    lane = whole_lane(layout(heads=shape.num_heads, layers=shape.num_layers))
+    plan = planner(chunk_bytes, shape)
+    coverage = Coverage(num_units=total, lane=lane, first_unit=shape.first_unit)
+    assert coverage.num_cells == (total - shape.first_unit) * shape.num_layers * shape.num_heads
     done = 0
 
     def land(chunks: list[CellRange]) -> None:
@@ -98,11 +108,11 @@ def test_chunk_plan_any_order_covers_every_cell_once_within_bound(seed: int) -> 
 
     while done < total:
         coming = rng.randint(done + 1, total)
-        for num_layers in range(1, shape.num_layers):
+        for computed in range(1, 1 + max(model_layers, default=shape.num_layers - 1)):
             if rng.random() < 0.7:
-                land(plan.plan(done, coming=coming, num_layers=num_layers))
+                land(plan.plan(done, coming=coming, num_layers=computed))
         done = coming
         if rng.random() < 0.8 or done == total:
             land(plan.plan(done))
-            assert coverage.num_landed_leading_units() == done
+            assert coverage.num_landed_leading_units() == max(done, shape.first_unit)
     assert coverage.complete

@@ -19,6 +19,7 @@ from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.mover import load_mover
 from kv_transfer.memory.region import KVRegion
 from tandem.errors import TransferError
+from tandem.values.ids import NO_BLOCK
 from tandem.values.kv_layout import KVLayout
 from tests.support.kv_transfer.plain_worker import PlainWorker, Prompt, layout, splits
 
@@ -146,6 +147,96 @@ def test_lanes_between_private_ranks_without_replicas_join_those_that_share_head
     assert [(x.source, x.destination, x.first_head, x.num_heads) for x in lanes_between(source, target)] == [
         (head * here // 8, head * there // 8, head, share) for head in range(0, 8, share)
     ]
+
+
+class GroupedWorker:
+    """A worker whose windowed layers are kept apart: one PlainWorker for each group, all over one region of noise."""
+
+    def __init__(self, kv: KVLayout, *, pool_blocks: int, num_tokens: int, rng: np.random.Generator) -> None:
+        planes = replace(kv, num_layers=kv.planes_per_rank, windowed_layers=(), window=0)
+        self.kv = kv
+        self.groups = [
+            PlainWorker(planes, pool_blocks=pool_blocks, num_tokens=num_tokens, rng=rng) for _ in kv.groups
+        ]
+        self.region = self.groups[0].region
+        order = [int(block) for block in rng.permutation(pool_blocks)]
+        for group in self.groups:
+            group.blocks, order = order[: len(group.blocks)], order[len(group.blocks) :]
+
+    def first_block(self, group: int, num_tokens: int) -> int:
+        """First token block whose layers of the group are sent."""
+        return self.kv.first_window_block(num_tokens) if group else 0
+
+    def at(self, group: int, num_tokens: int) -> TokenBlocks:
+        """The blocks of a group, without those before the window."""
+        first, worker = self.first_block(group, num_tokens), self.groups[group]
+        blocks = (*[NO_BLOCK] * first, *worker.blocks[first:])
+        return TokenBlocks(blocks=blocks, pool_blocks=self.region.shape[2])
+
+    def fill(self, region: np.ndarray, prompt: Prompt, num_tokens: int) -> None:
+        """Put all layers' tokens, from where they are sent on, into a copy of the region."""
+        for number, (layers, worker) in enumerate(zip(self.kv.groups, self.groups, strict=True)):
+            first = self.first_block(number, num_tokens) * self.kv.block_size
+            parts = prompt.cells[list(layers)], prompt.scales[list(layers)]
+            worker._put(region[:, : len(layers)], *parts, first, num_tokens)
+
+
+@pytest.mark.parametrize("windowed", [(0, 2, 3), (0, 1, 2, 4), (3,)], ids=str)
+@pytest.mark.parametrize("case", [(1, 1, 1, 1), (2, 4, 1, 1), (4, 2, 4, 2), (4, 1, 1, 1), (2, 4, 2, 4)], ids=str)
+def test_lanes_of_groups_bring_every_layer_into_its_own_blocks(case, windowed) -> None:
+    tp_source, tp_target, source_regions, target_regions = case
+    rng = np.random.default_rng(len(windowed))
+    here, there = (
+        replace(layout("int8", tp=tp, heads=2, layers=5), num_regions=regions, windowed_layers=windowed, window=20)
+        for tp, regions in ((tp_source, source_regions), (tp_target, target_regions))
+    )
+    prompt, num_tokens = Prompt(here, 70, rng), 70
+    source, target = (GroupedWorker(kv, pool_blocks=30, num_tokens=num_tokens, rng=rng) for kv in (here, there))
+    filled, landed, expected = source.region.copy(), target.region.copy(), target.region.copy()
+    source.fill(filled, prompt, num_tokens)
+    target.fill(expected, prompt, num_tokens)
+    for number, lane in enumerate(lanes_between(here, there)):
+        mapping, first = CellMapping(here, there, lane=number), source.first_block(lane.group, num_tokens)
+        assert first == (3 if lane.group else 0)
+        assert {here.layer_order[lane.first_layer + i] in windowed for i in range(lane.num_layers)} == {lane.group > 0}
+        box = CellRange(
+            first_layer=lane.first_layer,
+            num_layers=lane.num_layers,
+            first_unit=first,
+            num_units=5 - first,
+            first_head=lane.first_head,
+            num_heads=lane.num_heads,
+        )
+        reads = mapping.reads(box, source.at(lane.group, num_tokens))
+        writes = mapping.writes(box, target.at(lane.group, num_tokens))
+        payload = np.empty(mapping.payload(box).num_bytes("int8"), np.uint8)
+        into = regions_of(target.groups[0], landed)[lane.destination]
+        numpy_copy.gather(reads, regions_of(source.groups[0], filled)[lane.source], payload)
+        numpy_copy.scatter(writes, payload, into)
+        numpy_copy.copy(mapping.fan_out(box, target.at(lane.group, num_tokens)), into, into)
+        if lane.group:
+            with pytest.raises(TransferError, match="outside the KV region"):
+                mapping.writes(replace(box, first_unit=first - 1), target.at(lane.group, num_tokens))
+    # Whole blocks: the last one's empty slots are whatever the sender has there.
+    tail = [group.blocks[-1] for group in target.groups]
+    kept = np.delete(np.arange(landed.shape[2]), tail)
+    assert np.array_equal(landed[:, :, kept], expected[:, :, kept])
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"windowed_layers": (0,), "window": 20}, r"^windowed_layers: \(\) at the source"),
+        ({"windowed_layers": (1,), "window": 20}, "^windowed_layers: "),
+    ],
+)
+def test_groups_that_differ_are_refused(changes, match) -> None:
+    with pytest.raises(TransferError, match=match):
+        Pairing.from_layouts(layout(), replace(layout(), **changes), wire_dtype="bfloat16")
+    apart = replace(layout(), windowed_layers=(0,), window=20)
+    for other, named in ((replace(apart, window=21), "window"), (replace(apart, block_size=32), "block_size")):
+        with pytest.raises(TransferError, match=f"^{named}: "):
+            Pairing.from_layouts(apart, other, wire_dtype="bfloat16")
 
 
 def test_lane_has_no_cells_of_another() -> None:

@@ -29,7 +29,7 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     TransportOffer,
 )
-from kv_transfer.protocol.versions import REGIONS, SPOKEN, spoken_with
+from kv_transfer.protocol.versions import REGIONS, SPOKEN, WINDOWS, spoken_with
 from tandem.errors import RequestTooLarge
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.telemetry.tracing import MAX_TEXT_CHARS
@@ -114,6 +114,7 @@ def test_worker_of_regions_speaks_no_older_version() -> None:
     """A peer without regions would send everything to the first, or expect it from there."""
     assert spoken_with(1) == SPOKEN
     assert spoken_with(2).oldest == REGIONS > SPOKEN.oldest
+    assert spoken_with(2, has_groups=True).oldest == spoken_with(1, has_groups=True).oldest == WINDOWS > REGIONS
     with pytest.raises(NoCommonVersion):
         spoken_with(2).negotiate(VersionRange(2, 3))
 

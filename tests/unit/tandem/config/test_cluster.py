@@ -81,6 +81,14 @@ from tandem.values.api_key import entry_of
         ("grpc_port: 1", "grpc_port: unknown setting; did you mean router.grpc_port?"),
         ("router: {tls: {crt: a, key: b}}", "router.tls.crt: unknown setting; did you mean router.tls.cert?"),
         ("router: {batches: {folder: /tmp}}", "router.batches.folder: unknown setting"),
+        (
+            "engine: {windowed_layers: apart, offload_bytes: 5}",
+            "engine.windowed_layers is apart, and engine.offload_bytes is 5: lower tiers keep whole blocks only",
+        ),
+        (
+            "engine: {windowed_layers: apart}\nprefill: {nodes: 2, tensor_parallel_size: 2, rank_port: 7001}",
+            "engine.windowed_layers is apart, and prefill.nodes is 2: it must be 1",
+        ),
         ("engine: {disk_cache_bytes: 1}", "engine.disk_cache_path and engine.disk_cache_bytes are set together"),
         ("engine: {disk_cache_path: x, disk_cache_bytes: 1}", "engine.disk_cache_path needs engine.host_cache_bytes"),
         (
