@@ -224,15 +224,7 @@ def _parts(
     if combined.limit_bytes is not None and spec.memory_bytes is None:
         limit_bytes = min(limit_bytes, combined.limit_bytes)
     context = _context(spec.max_model_len, config.max_context)
-    layout = kv_layout(
-        config,
-        fingerprint=model.fingerprint,
-        dtype=spec.dtype,
-        block_size=spec.block_size,
-        tp_size=size,
-        kv_dtype=spec.kv_dtype,
-        apart_below=context if spec.windowed_layers == "apart" else None,
-    )
+    layout = _layout(spec, config, model, context)
     windows = _windows(spec, layout, device)
     rooms = [HostRoom(free_memory_bytes()), *([] if combined.room is None else [combined.room])]
     slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
@@ -276,6 +268,18 @@ def _parts(
         gpus=spec.gpus or tuple(range(spec.ranks_here)),
         gpu_sharers=spec.gpu_sharers,
         guides=_guides(spec, config, limit_bytes),
+    )
+
+
+def _layout(spec: EngineSpec, config: ModelSpec, model: Decoder, context: int) -> KVLayout:
+    return kv_layout(
+        config,
+        fingerprint=model.fingerprint,
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        tp_size=spec.tensor_parallel_size,
+        kv_dtype=spec.kv_dtype,
+        apart_below=context if spec.windowed_layers == "apart" else None,
     )
 
 

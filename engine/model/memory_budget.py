@@ -83,7 +83,8 @@ def plan_memory(
     """Divide `limit_bytes`. `max_blocks` bounds the pool where the rest would hold more than is wanted.
 
     `offload_bytes`, `grammar_bytes`: parts of the limit for offloaded KV and for compiled grammars. `windows`: how
-    windowed layers are held that are kept apart. Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
+    windowed layers are held that are kept apart.
+    Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
     """
     headroom_bytes = int(limit_bytes * _HEADROOM_SHARE)
     rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes - grammar_bytes

@@ -87,19 +87,18 @@ class Scheduler:
         """
         self._config = config
         self._speculation = speculation
+        if config.windows is not None and (tier is not None or cache is not None):
+            raise ConfigError("KV of windowed layers in blocks of their own cannot be kept in lower tiers")
         kv_events = KVEventLog(config.kv_event_capacity)
-        blocks, size, policy = config.num_blocks, config.block_size, eviction_policy(config.eviction)
         self.blocks = BlockManager(
-            num_blocks=blocks,
-            block_size=size,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
             hasher=hasher,
             events=kv_events,
-            policy=policy,
+            policy=eviction_policy(config.eviction),
             clock=clock,
             windows=config.windows,
         )
-        if config.windows is not None and (tier is not None or cache is not None):
-            raise ConfigError("KV of windowed layers in blocks of their own cannot be kept in lower tiers")
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:
             self.blocks.set_lower_cache(self.tiers)

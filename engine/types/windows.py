@@ -1,4 +1,4 @@
-"""Windows of a sequence: the blocks of layers that attend to its latest tokens only (`engine.kv_cache.window_blocks`)."""
+"""Windows of a sequence: blocks of layers that attend to its latest tokens only; see `engine.kv_cache.window_blocks`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -13,6 +13,7 @@ can be given up. Then a pool has as many planes as the model has layers that att
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import pairwise
 
 DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8_e4m3": 8, "int4": 4}
 """Bits of a value, or of its code."""
@@ -185,7 +186,7 @@ def _groups(num_layers: int, windowed: tuple[int, ...]) -> tuple[tuple[int, ...]
         return (whole,)
     num_groups = -(-len(windowed) // len(whole))
     edges = [len(windowed) * i // num_groups for i in range(num_groups + 1)]
-    return (whole, *(windowed[begin:end] for begin, end in zip(edges, edges[1:], strict=False)))
+    return (whole, *(windowed[begin:end] for begin, end in pairwise(edges)))
 
 
 def may_differ_after_failover(dtype: str, *, deterministic: bool) -> bool:

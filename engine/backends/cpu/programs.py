@@ -35,8 +35,9 @@ class CpuPrograms:
 
     def __init__(self, model: RecordableModel, attention: AttentionBackend, library: KernelLibrary, buffers: Buffers, *,
                  max_rows: int) -> None:  # fmt: skip
-        """`attention`: CpuAttention, or one for each group of layers. `max_rows`: largest step to record; larger ones are
-        computed eagerly.
+        """`attention`: CpuAttention, or one for each group of layers.
+
+        `max_rows`: largest step to record; larger ones are computed eagerly.
         """
         self._model = model
         self._attention = attention
