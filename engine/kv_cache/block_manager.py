@@ -177,7 +177,7 @@ class BlockManager:
         spec, indexed = self._windows.spec, found
         last = spec.first_block(request.num_tokens) if is_computed_elsewhere else None
         found = self._windows.usable(lambda i: self.index.find(self.name(request, i)), found, needed_from=last)
-        first = spec.first_block(found * self.block_size) if last is None else last
+        first = spec.prefix_from(found) if last is None else last
         num_sets = min(spec.most_sets, needed - first)
         return PrefixMatch(
             num_blocks=found,
@@ -216,7 +216,9 @@ class BlockManager:
     def _take_windows_of(self, request: Request, match: PrefixMatch, windows: WindowBlocks) -> None:
         """Start the request's windows with those of a prefix that it has just taken, and promise the others."""
         table = request.windows = WindowTable(windows.spec.num_groups, first=match.first_window_block)
-        table.keeps_before = match.num_indexed if match.num_indexed > match.num_blocks else 0
+        # The prompt may come again; and where its names end, another sequence has parted from it.
+        ends = {(request.num_prompt_tokens - 1) // self.block_size, match.num_indexed}
+        table.kept_ends = tuple(ends - {match.num_blocks})
         for i in range(match.first_window_block, match.num_blocks):
             owner = request.block_table[i]
             found = windows.set_of(owner)
@@ -245,7 +247,7 @@ class BlockManager:
         """The blocks of a chain, and those of the windows at its end as far as they are here."""
         found, windows = [*blocks], self._windows
         if windows is not None:
-            first = windows.spec.first_block(len(blocks) * self.block_size)
+            first = windows.spec.prefix_from(len(blocks))
             found += [each for block in blocks[first:] for each in windows.set_of(block) or ()]
         return found
 
@@ -356,9 +358,8 @@ class BlockManager:
             return
         spec = windows.spec
         first = min(spec.first_block(request.num_computed_tokens), len(table))
-        kept_from = spec.first_block(table.keeps_before * self.block_size)
         while table.first < first:
-            is_kept = kept_from <= table.first < table.keeps_before
+            is_kept = any(spec.prefix_from(end) <= table.first < end for end in table.kept_ends)
             blocks = table.give_up_first()
             if is_kept:
                 windows.keep(blocks)

@@ -69,9 +69,9 @@ class WindowBlocks:
         `block_of`: block of the other layers of a token block. `needed_from`: first token block whose set is needed
         however long the prefix is; None: that of the token that follows the prefix. O(num_blocks).
         """
-        size, attached = self.spec.block_size, self._attached
+        attached = self._attached
         while num_blocks:
-            first = self.spec.first_block(num_blocks * size) if needed_from is None else needed_from
+            first = self.spec.prefix_from(num_blocks) if needed_from is None else needed_from
             gaps = (i for i in range(num_blocks - 1, first - 1, -1) if block_of(i) not in attached)
             gap = next(gaps, None)
             if gap is None:

@@ -1,4 +1,4 @@
-"""Windows of a sequence: blocks of layers that attend to its latest tokens only; see `engine.kv_cache.window_blocks`."""
+"""Windows of a sequence: blocks of layers that attend to its latest tokens (`engine.kv_cache.window_blocks`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engine.types.block_table import BlockTable
 from tandem.errors import ConfigError
 from tandem.values.ids import NO_BLOCK, BlockId
-from tandem.values.kv_layout import first_window_block
+from tandem.values.kv_layout import first_window_block, window_start
 
 WindowSet = tuple[BlockId, ...]
 """One block for each group of windowed layers, in order."""
@@ -34,11 +34,15 @@ class WindowSpec:
     def most_sets(self) -> int:
         """Sets that a sequence needs at most, wherever in a block its last token is."""
         size = self.block_size
-        return -(-(size - 1 + self.ahead_tokens) // size) - (1 - self.window) // size
+        return 1 - -self.ahead_tokens // size - (1 - self.window) // size
 
     def first_block(self, num_tokens: int) -> int:
         """First token block whose set a sequence of `num_tokens` tokens keeps; see `KVLayout.first_window_block`."""
         return first_window_block(num_tokens, window=self.window, block_size=self.block_size)
+
+    def prefix_from(self, num_blocks: int) -> int:
+        """First token block whose set a prefix of so many full blocks needs."""
+        return window_start(num_blocks * self.block_size, window=self.window) // self.block_size
 
     def num_blocks(self, num_tokens: int) -> int:
         """Most blocks, of layers of either kind, that a sequence of `num_tokens` tokens holds at once."""
@@ -57,7 +61,7 @@ class WindowSpec:
 class WindowTable:
     """One table for each group of windowed layers; what precedes the window has been given up."""
 
-    __slots__ = ("first", "groups", "keeps_before", "num_credits")
+    __slots__ = ("first", "groups", "kept_ends", "num_credits")
 
     def __init__(self, num_groups: int, *, first: int = 0) -> None:
         """`first`: token blocks before this one are not held; their entries name no block of the sequence."""
@@ -65,9 +69,9 @@ class WindowTable:
         self.groups = tuple(BlockTable(BlockId(0) for _ in range(first)) for _ in range(num_groups))
         self.num_credits = 0
         """Sets promised to the sequence and not taken yet."""
-        self.keeps_before = 0
-        """Token block before which others have parted from the sequence: the sets of the window that ends there are
-        worth keeping. 0: none has."""
+        self.kept_ends: tuple[int, ...] = ()
+        """Token blocks before which others may part from the sequence: the sets of the windows that end there are worth
+        keeping."""
 
     def __len__(self) -> int:
         """Token blocks so far, those given up included."""

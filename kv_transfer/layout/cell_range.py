@@ -8,8 +8,8 @@ class CellRange:
     """A box of cells of a hand-off: consecutive layers, units of tokens and KV heads.
 
     Heads are numbered as in the model, and so are layers unless windowed ones are kept apart: then by
-    `KVLayout.layer_order`, and a box has layers of one group. Units are counted from the end of the held prefix: indices
-    in the reservation, never addresses.
+    `KVLayout.layer_order`, and a box has layers of one group. Units are counted from the end of the held prefix:
+    indices in the reservation, never addresses.
     """
 
     first_layer: int

@@ -105,8 +105,8 @@ class KVLayout:
     def first_window_block(self, num_tokens: int) -> int:
         """First token block whose windowed layers a sequence of `num_tokens` tokens keeps.
 
-        The token after its last full block attends to it: so a sequence can be continued there, as a cached prefix, and
-        at its end.
+        The token after its last full block but for its last token attends to it: there the next request with the same
+        tokens, of which one is always computed, finds its prefix.
         """
         return first_window_block(num_tokens, window=self.window, block_size=self.block_size)
 
@@ -164,7 +164,12 @@ class KVLayout:
 
 def first_window_block(num_tokens: int, *, window: int, block_size: int) -> int:
     """See `KVLayout.first_window_block`."""
-    return max(0, num_tokens // block_size * block_size + 1 - window) // block_size
+    return window_start(max(0, num_tokens - 1) // block_size * block_size, window=window) // block_size
+
+
+def window_start(num_tokens: int, *, window: int) -> int:
+    """First of `num_tokens` tokens that the token after them attends to."""
+    return max(0, num_tokens + 1 - window)
 
 
 def windows_worth_keeping_apart(windows: Sequence[int | None], max_context: int) -> tuple[tuple[int, ...], int]:

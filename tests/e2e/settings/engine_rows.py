@@ -193,15 +193,30 @@ def by_windowed_model(_: Oracle, prompts: Prompts, folder: Path) -> Tokens:
 
 async def windows_alone_travel(asked: Asked) -> None:
     """Of five layers in six, what the next token attends to; and streams survive a kill behind the window."""
-    sent = partial(asked.cluster.figures, "tandem_worker_transfer_bytes_total", role="decode", outcome="committed")
-    before, num_tokens = sum((await sent()).values()), 640
-    await asked.cluster.tokens(noise(301, num_tokens), 4, cache_salt="sent")
+    cluster, num_tokens = asked.cluster, 640
+
+    async def committed(name: str) -> float:
+        return sum(
+            (await cluster.figures(f"tandem_worker_transfer{name}_total", role="decode", outcome="committed")).values()
+        )
+
+    seen: list[tuple[float, float]] = [(0.0, 0.0)]
 
     async def is_reported() -> bool:
-        return sum((await sent()).values()) > before
+        """Whether what came before is: two reports are alike."""
+        seen.append((await committed("s"), await committed("_bytes")))
+        await asyncio.sleep(1.5)
+        return seen[-1] == (await committed("s"), await committed("_bytes"))
 
-    await asked.cluster.until(is_reported)
-    assert sum((await sent()).values()) - before < 0.4 * num_tokens * 1536
+    await cluster.until(is_reported)
+    num_before, bytes_before = seen[-1]
+    await cluster.tokens(noise(301, num_tokens), 4, cache_salt="sent")
+
+    async def is_sent() -> bool:
+        return await committed("s") == num_before + 1
+
+    await cluster.until(is_sent)
+    assert 0.1 < (await committed("_bytes") - bytes_before) / (num_tokens * 1536) < 0.4
     await streams_outlive_a_killed_worker(asked)
 
 
