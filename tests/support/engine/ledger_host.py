@@ -27,7 +27,10 @@ def parts(**changes: int) -> EngineParts:
         "config": ledger.config(**changes),
         "model": SimpleNamespace(vocab_size=ledger.VOCAB, flops_per_token=0, weight_format=None),
         "layout": SimpleNamespace(
-            block_size=changes.get("block_size", ledger.BLOCK), worker_block_bytes=1 << 10, tp_size=1
+            block_size=changes.get("block_size", ledger.BLOCK),
+            worker_block_bytes=1 << 10,
+            tp_size=1,
+            windowed_layers=(),
         ),
         "budget": SimpleNamespace(weights_bytes=0, kv_bytes=0),
         "hasher": BlockHasher(ledger.SECRET),

@@ -53,7 +53,10 @@ class FakeHub:
         self.offered_tail = tail_hash
         self.reports.append(("scheduled", transfer_id))
 
-    def progress(self, transfer_id: TransferId, num_computed_tokens: int, blocks: list[BlockId]) -> None:
+    def progress(
+        self, transfer_id: TransferId, num_computed_tokens: int, blocks: list[BlockId], *, windows: list[list[BlockId]]
+    ) -> None:
+        assert not windows
         self.reports.append(("progress", transfer_id))
         self.sent[transfer_id] = list(blocks)
         self.computed.append(num_computed_tokens)
@@ -67,6 +70,7 @@ class FakeHub:
         transfer_id: TransferId,
         blocks: list[BlockId],
         *,
+        windows: list[list[BlockId]],
         cached_tokens: int,
         times: PhaseTimes,
         tail_hash: BlockHash | None,

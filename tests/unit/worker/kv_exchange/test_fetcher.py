@@ -110,7 +110,7 @@ async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
     assert (job.fetch, job.resume, job.held_tokens) == (True, True, 0)
     assert (job.token_ids, job.num_tokens) == ((), 64), "a prefix is requested by its names"
     assert job.expected_tail(64) == job.names[3]
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     assert len(blocks) == 4
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert await fetching == 64
@@ -122,12 +122,12 @@ async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
 async def test_fetcher_requests_only_missing_blocks_and_accepts_fewer(bench: Bench) -> None:
     fetching = bench.fetch(replace(HOLDER, num_tokens=16))
     first = await bench.next_job()
-    await bench.fetcher.commit(first.transfer_id, commit(await bench.fetcher.bind(first.transfer_id, 1)))
+    await bench.fetcher.commit(first.transfer_id, commit((await bench.fetcher.bind(first.transfer_id, 1)).blocks))
     assert await fetching == 16
     fetching = bench.fetch()
     job = await bench.next_job()
     assert job.held_tokens == 16
-    blocks = await bench.fetcher.bind(job.transfer_id, 2)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 2)).blocks
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert await fetching == 32
     assert await bench.held() == 48
@@ -138,7 +138,7 @@ async def test_fetcher_requests_only_missing_blocks_and_accepts_fewer(bench: Ben
 async def test_fetcher_failure_keeps_landed_blocks_and_quarantines_rest(bench: Bench, num_landed: int) -> None:
     fetching = bench.fetch()
     job = await bench.next_job()
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     landed, loose = blocks[:num_landed], blocks[num_landed:]
     bench.fetcher.failed(job.transfer_id, landed, TransferError("gone"))
     assert await fetching == num_landed * BLOCK
@@ -156,7 +156,7 @@ async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: B
     bench.host.rates.prefill_tokens_per_s = 1000.0
     fetching = bench.fetch()
     job = await bench.next_job()
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:3], TransferError("too long"))
     assert await fetching == 48
     await asyncio.sleep(0)
@@ -171,7 +171,7 @@ async def test_fetcher_slow_fetch_is_cancelled(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     fetching = bench.fetch()
     job = await bench.next_job()
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     assert await fetching == 0
     await asyncio.sleep(0)
     assert bench.hub.cancelled == [job.transfer_id]
@@ -184,7 +184,7 @@ async def test_fetcher_shared_prefix_is_fetched_once(bench: Bench) -> None:
     first = bench.fetch()
     job = await bench.next_job()
     second, third = bench.fetch(), bench.fetch()
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert [await first, await second, await third] == [64, 0, 0]
     assert bench.hub.jobs.empty()
@@ -196,7 +196,7 @@ async def test_fetcher_simultaneous_requests_fetch_prefix_once(bench: Bench) -> 
     fetching = [bench.fetch() for _ in range(3)]
     prefetching = asyncio.create_task(bench.prefetch())
     job = await bench.next_job()
-    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    await bench.fetcher.commit(job.transfer_id, commit((await bench.fetcher.bind(job.transfer_id, 4)).blocks))
     assert [await each for each in fetching] == [64, 0, 0]
     assert await prefetching == 4
     assert bench.hub.jobs.empty()
@@ -209,13 +209,13 @@ async def test_fetcher_simultaneous_fetches_are_limited_to_eight(bench: Bench) -
     fetching = [bench.fetch(request=bench.request(prompt)) for prompt in prompts]
     jobs = [await bench.next_job() for _ in range(8)]
     for job in jobs:
-        await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 1)))
+        await bench.fetcher.commit(job.transfer_id, commit((await bench.fetcher.bind(job.transfer_id, 1)).blocks))
     assert sorted([await each for each in fetching]) == [0] * 4 + [16] * 8
     assert (bench.fetcher.stats.started, bench.fetcher.stats.declined) == (8, 4)
     assert bench.hub.jobs.empty()
     another = bench.fetch()
     job = await bench.next_job()
-    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    await bench.fetcher.commit(job.transfer_id, commit((await bench.fetcher.bind(job.transfer_id, 4)).blocks))
     assert await another == 64, "a finished fetch makes room for others"
     await bench.assert_empty()
 
@@ -226,7 +226,7 @@ async def test_fetcher_joined_request_of_declined_fetch_is_priced_itself(bench: 
     fetching = [bench.fetch() for _ in range(2)]
     job = await bench.next_job()
     assert await prefetching is Declined.NO_ROOM
-    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    await bench.fetcher.commit(job.transfer_id, commit((await bench.fetcher.bind(job.transfer_id, 4)).blocks))
     assert sorted([await each for each in fetching]) == [0, 64]
     assert bench.hub.jobs.empty()
     bench.host.rates.prefill_tokens_per_s = 1e9
@@ -243,7 +243,7 @@ async def test_fetcher_joined_request_keeps_reservation_of_cancelled_first(bench
     bench.fetcher.abandon(first.request_id)
     assert await going == 0
     job = await bench.next_job()
-    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    await bench.fetcher.commit(job.transfer_id, commit((await bench.fetcher.bind(job.transfer_id, 4)).blocks))
     assert await staying == 0
     assert await bench.held() == 64
     await bench.assert_empty()
@@ -253,7 +253,7 @@ async def test_fetcher_late_commit_keeps_nothing(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     fetching = bench.fetch()
     job = await bench.next_job()
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     assert await fetching == 0
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert await bench.held() == 0
@@ -300,7 +300,7 @@ async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
     bench.hub.rate = 1e6
     fetching = bench.fetch()
     job = await bench.next_job()
-    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    await bench.fetcher.commit(job.transfer_id, commit((await bench.fetcher.bind(job.transfer_id, 4)).blocks))
     assert await fetching == 64
     await bench.assert_empty()
 
@@ -310,7 +310,7 @@ async def test_fetcher_ends_fetch_with_last_prompt_and_keeps_landed_blocks(bench
     fetching = bench.fetch(request=first)
     job = await bench.next_job()
     also = bench.fetch(request=second)
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("unwanted"))
     bench.fetcher.abandon(first.request_id)
     assert await fetching == 0

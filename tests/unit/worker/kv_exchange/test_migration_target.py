@@ -75,7 +75,7 @@ class Bench:
         return None if self.hub.jobs.empty() else self.hub.jobs.get_nowait()[0]
 
     async def give(self, job: PrefillJob) -> None:
-        blocks = await self.fetcher.bind(job.transfer_id, job.num_blocks(ledger.BLOCK))
+        blocks = (await self.fetcher.bind(job.transfer_id, job.num_blocks(ledger.BLOCK))).blocks
         info = CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes(), exposed_s=0.0)
         await self.fetcher.commit(job.transfer_id, info)
 
@@ -193,7 +193,7 @@ async def test_migration_source_lost_keeps_landed_blocks(bench: Bench) -> None:
     lone = [chain([BlockHash(bytes([9, i]) + bytes(14))]) for i in range(6)]
     bench.migrate([chain(TRUNK), *lone])
     jobs = [await bench.next_job(), await bench.next_job()]
-    blocks = await bench.fetcher.bind(jobs[0].transfer_id, 4)
+    blocks = (await bench.fetcher.bind(jobs[0].transfer_id, 4)).blocks
     bench.fetcher.failed(jobs[0].transfer_id, blocks[:3], TransferError("gone"))
     bench.fetcher.released(jobs[0].transfer_id, blocks[3:])
     bench.fetcher.failed(jobs[1].transfer_id, (), TransferError("gone"))
@@ -209,7 +209,7 @@ async def test_migration_source_lost_keeps_landed_blocks(bench: Bench) -> None:
 async def test_migration_timeout_counts_rest_as_no_time(bench: Bench) -> None:
     bench.migrate(within_s=0.2)
     job = await bench.next_job()
-    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    blocks = (await bench.fetcher.bind(job.transfer_id, 4)).blocks
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("too long"))
     await bench.answered()
     bench.fetcher.released(job.transfer_id, blocks[2:])
