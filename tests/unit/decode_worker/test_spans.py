@@ -136,7 +136,7 @@ async def test_span_rerouted_handoff_keeps_task(traced: tuple[Bench, Kept]) -> N
     bench.owner.released(TRANSFER, blocks)
     await bench.next_message("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=route_pb(2)))
-    again = await bench.owner.bind(TRANSFER, len(blocks))
+    again = (await bench.owner.bind(TRANSFER, len(blocks))).blocks
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     bench.write(again, 0, len(again))
     await bench.commit(again, expected()[0])

@@ -115,7 +115,7 @@ class Bench:
             return (await self.hub.jobs.get())[0]
 
     async def bound(self, job: PrefillJob) -> tuple[BlockId, ...]:
-        return await self.owner.bind(TRANSFER, job.num_blocks(ledger.BLOCK))
+        return (await self.owner.bind(TRANSFER, job.num_blocks(ledger.BLOCK))).blocks
 
     def write(self, blocks: tuple[BlockId, ...], first: int, count: int) -> None:
         """What a peer does: KV of the prompt's blocks `first` to `first + count` into `blocks`."""
@@ -231,7 +231,7 @@ async def test_decode_worker_second_attempt_requests_only_missing_tokens(bench: 
     await bench.next_message("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=route_pb(2)))
     assert [route.attempt for route in bench.hub.reroutes] == [2]
-    rest = await bench.owner.bind(TRANSFER, len(blocks) - 1)
+    rest = (await bench.owner.bind(TRANSFER, len(blocks) - 1)).blocks
     bench.write(rest, 1, len(rest))
     await bench.commit(rest, expected()[0])
     tokens = expected()[:1]
@@ -338,7 +338,7 @@ async def test_decode_worker_handoff_after_reroute_names_the_second_sender(bench
     second = route_pb(2)
     second.worker_id, second.incarnation = "q", 6
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=second))
-    rest = await bench.owner.bind(TRANSFER, len(blocks) - 1)
+    rest = (await bench.owner.bind(TRANSFER, len(blocks) - 1)).blocks
     bench.write(rest, 1, len(rest))
     await bench.commit(rest, expected()[0], exposed_s=0.5)
     (handoff,) = (await bench.next_message("tokens")).handoffs
