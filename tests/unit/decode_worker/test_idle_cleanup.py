@@ -41,7 +41,7 @@ async def test_idle_worker_expired_destinations_are_released(bench: DecodeBench)
         bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=name)
     blocks = {}
     for name in names:
-        blocks[name] = await bench.owner.bind(name, (await bench.started()).num_blocks(ledger.BLOCK))
+        blocks[name] = (await bench.owner.bind(name, (await bench.started()).num_blocks(ledger.BLOCK))).blocks
     assert (await settled(bench.host)).blocks.pool.num_free == 0
     for name in names:
         bench.owner.failed(name, (), TransferError("silent"))
