@@ -1,6 +1,6 @@
 """What tools themselves write is read as they restore it, and served so: token for token, by any number of ranks.
 
-Minutes for each tool, whose environment is made at the first run. A tool that cannot be had here is skipped, with what
+Minutes for each tool, whose environment is made at the first run. A tool that cannot be had fails its tests, with what
 pip said; writers of its documented layout (`tests/support/engine/quantized_writers.py`) are tested everywhere.
 """
 
@@ -64,7 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
     def of(tool: str, model: str, way: str) -> Path:
         out = of_all_ways(tool, model)
         if isinstance(out, str):
-            pytest.skip(f"cannot be had here, only writers of its documented layouts are tested: {out}")
+            pytest.fail(f"{tool} cannot be had here: {out}")
         folder = out / way
         if (failed := folder / "error.txt").exists():
             pytest.fail(f"{tool} cannot write {way}: {failed.read_text(encoding='utf-8')}")

@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import CACHE_LINE_BYTES, Arena, Arithmetic, Epilogue, PackedLinear, stored_arithmetic
-from engine.kernels.cpu.library import load_kernels
 from engine.kernels.cpu.mixture import PackedExpert, PackedMixture
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.layers.linear import GatedLinear, Linear
@@ -24,14 +22,6 @@ DENSE = (
     *(Arithmetic.INT8, Arithmetic.INT8_DOT, Arithmetic.INT8_VECTORS, Arithmetic.INT4),
 )
 CODES = ((WeightScheme.FP8, torch.float32), (WeightScheme.NF4, torch.bfloat16))
-
-
-@pytest.fixture(scope="module")
-def library():
-    try:
-        return load_kernels()
-    except KernelsUnavailable as missing:
-        pytest.skip(str(missing))
 
 
 class Made:
