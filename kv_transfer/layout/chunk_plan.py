@@ -9,6 +9,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.lanes import Lane
+from tandem.values.kv_layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,35 @@ class HandoffSize:
     """Units before it are not sent: their layers' windows are over."""
     model_layers: tuple[int, ...] = ()
     """The layers in the model's numbering, ascending, where that differs; empty: the same."""
+
+    @classmethod
+    def of_lane(
+        cls,
+        lane: Lane,
+        layout: KVLayout,
+        *,
+        num_tokens: int,
+        held_tokens: int,
+        unit_tokens: int,
+        unit_layer_bytes: int,
+    ) -> "HandoffSize":
+        """What one lane carries of a prompt of `num_tokens` tokens, the first `held_tokens` of which are there."""
+        if not layout.windowed_layers:
+            first_unit, model_layers = 0, ()
+        else:
+            first_token = layout.first_window_block(num_tokens) * layout.block_size if lane.group else 0
+            first_unit = max(0, first_token - held_tokens) // unit_tokens
+            model_layers = layout.layer_order[lane.first_layer : lane.first_layer + lane.num_layers]
+        return cls(
+            num_layers=lane.num_layers,
+            num_heads=lane.num_heads,
+            unit_layer_bytes=unit_layer_bytes,
+            first_layer=lane.first_layer,
+            first_head=lane.first_head,
+            group=lane.group,
+            first_unit=first_unit,
+            model_layers=model_layers,
+        )
 
     def num_computed(self, num_layers: int) -> int:
         """How many of the layers are among the model's first `num_layers`."""

@@ -127,7 +127,7 @@ class Sender:
         self._submitting = True
         self._submitted = False
         num_groups = 1 + max(lane.group for lane in plan.lanes)
-        self._sources: tuple[list[BlockId], ...] = tuple([] for _ in range(num_groups))
+        self._sources: list[list[BlockId]] = [[] for _ in range(num_groups)]
         """Blocks that hold the tokens after the held prefix, by group of layers, as far as the engine has reported
         them."""
         self._num_ready = 0

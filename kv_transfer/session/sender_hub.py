@@ -374,31 +374,24 @@ class SenderHub:
 
     def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
         pairings, layout, job = link.pairings, self._local.layout, body.job
-        first_window = layout.first_window_block(job.num_tokens) if layout.windowed_layers else 0
-        tokens_from_there = max(0, first_window * layout.block_size - job.held_tokens)
         return SenderPlan(
             key=key,
             own=self._local.incarnation,
             peer=link.peer,
-            job=body.job,
+            job=job,
             block_size=layout.block_size,
             unit_tokens=pairings[0].mapping.unit_tokens,
             whole_tokens=max(layout.block_size, pairings[0].destination.block_size),
             lanes=tuple(
-                HandoffSize(
-                    num_layers=lane.num_layers,
-                    num_heads=lane.num_heads,
+                HandoffSize.of_lane(
+                    pairing.mapping.lane,
+                    layout,
+                    num_tokens=job.num_tokens,
+                    held_tokens=job.held_tokens,
+                    unit_tokens=pairing.mapping.unit_tokens,
                     unit_layer_bytes=pairing.unit_layer_bytes,
-                    first_layer=lane.first_layer,
-                    first_head=lane.first_head,
-                    group=lane.group,
-                    first_unit=tokens_from_there // pairing.mapping.unit_tokens if lane.group else 0,
-                    model_layers=layout.layer_order[lane.first_layer : lane.first_layer + lane.num_layers]
-                    if layout.windowed_layers
-                    else (),
                 )
                 for pairing in pairings
-                for lane in (pairing.mapping.lane,)
             ),
             lease_s=min(body.lease_s, self._settings.lease_s),
             stall_s=self._settings.stall_s,

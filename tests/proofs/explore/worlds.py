@@ -63,23 +63,38 @@ DAILY = (
     ),
     World(
         name="two-lanes",
-        scope=Scope(num_layers=1, num_lanes=2, max_faults=1, shared_memory=TCP),
+        scope=Scope(num_layers=1, num_heads=2, max_faults=1, shared_memory=TCP),
         at_least=30_000,
     ),
     World(
         name="two-lanes-two-blocks",
-        scope=Scope(steps=(2,), num_layers=1, num_lanes=2, chunk_cells=2, max_faults=1, shared_memory=TCP),
+        scope=Scope(steps=(2,), num_layers=1, num_heads=2, chunk_cells=2, max_faults=1, shared_memory=TCP),
         at_least=30_000,
     ),
     World(
         name="two-lanes-shm",
-        scope=Scope(num_layers=1, num_lanes=2, max_faults=1),
+        scope=Scope(num_layers=1, num_heads=2, max_faults=1),
         at_least=60_000,
     ),
     World(
         name="two-lanes-forged-messages",
-        scope=Scope(num_layers=1, num_lanes=2, max_faults=1, bent=True, shared_memory=TCP, only=frozenset({"bend"})),
+        scope=Scope(num_layers=1, num_heads=2, max_faults=1, bent=True, shared_memory=TCP, only=frozenset({"bend"})),
         at_least=20_000,
+    ),
+    World(
+        name="windowed-layers",
+        scope=Scope(steps=(2,), chunk_cells=2, windowed_layers=(0,), max_faults=1),
+        at_least=60_000,
+    ),
+    World(
+        name="windowed-layers-by-layers",
+        scope=Scope(steps=(2,), num_layers=3, chunk_cells=2, windowed_layers=(0,), max_faults=0, shared_memory=TCP),
+        at_least=1_000,
+    ),
+    World(
+        name="windowed-layers-forged-messages",
+        scope=Scope(steps=(2,), chunk_cells=2, windowed_layers=(0,), max_faults=1, bent=True, shared_memory=TCP),
+        at_least=60_000,
     ),
     World(
         name="reroutes",
@@ -163,12 +178,22 @@ NIGHTLY = (
         scope=Scope(
             steps=(1, 1),
             num_layers=1,
-            num_lanes=2,
+            num_heads=2,
             max_faults=1,
             shared_memory=TCP,
             only=frozenset({"cut", "crash", "damage"}),
         ),
         at_least=2_000_000,
+    ),
+    World(
+        name="windowed-layers-by-layers-tcp",
+        scope=Scope(steps=(2,), num_layers=3, chunk_cells=2, windowed_layers=(0,), max_faults=1, shared_memory=TCP),
+        at_least=500_000,
+    ),
+    World(
+        name="windowed-layers-block-by-block",
+        scope=Scope(steps=(1, 1), windowed_layers=(0,), max_faults=1, shared_memory=TCP),
+        at_least=250_000,
     ),
     World(
         name="three-faults",

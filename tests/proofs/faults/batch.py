@@ -17,6 +17,7 @@ from kv_transfer.session.receiver_link import Dialer
 from kv_transfer.session.sender_hub import SenderHub
 from tandem.rpc.cluster_grpc import CLIENT_OPTIONS, SERVER_OPTIONS
 from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.kv_layout import KVLayout
 from tandem.values.sampling import SamplingParams
 from tests.proofs.faults.content import Content
 from tests.proofs.faults.ends import Ends
@@ -61,8 +62,8 @@ class Batch:
         self._records = {TransferId(p.name): self._record(p) for p in chosen}
         self._messages = HandoffMessages(self._injector, LONG_SILENCE_S)
         # Little more than all of them need at once, so that freed blocks are taken again soon.
-        self._here = GuardedPool(plan.source, self._room(plan.source.block_size, 1), plan.seed)
-        self._there = GuardedPool(plan.destination, self._room(plan.destination.block_size, 2), plan.seed + 1)
+        self._here = GuardedPool(plan.source, self._room(plan.source, 1), plan.seed)
+        self._there = GuardedPool(plan.destination, self._room(plan.destination, 2), plan.seed + 1)
         self._prefill = PrefillOwner(self._here, plan.source, lambda transfer_id: self._records[transfer_id])
         self._decode = DecodeOwner(self._there, plan.destination)
         self._decode.records = self._records
@@ -206,8 +207,8 @@ class Batch:
         num_tokens = -(-plan.num_tokens // self._unit) * self._unit
         return Record(plan=plan, content=Content(self._plan, num_tokens, plan.seed), held_tokens=plan.held_tokens)
 
-    def _room(self, block_size: int, spare: int) -> int:
-        sizes = [-(-record.plan.num_tokens // block_size) for record in self._records.values()]
+    def _room(self, kv: KVLayout, spare: int) -> int:
+        sizes = [-(-record.plan.num_tokens // kv.block_size) * len(kv.groups) for record in self._records.values()]
         return sum(sizes) + spare * max(sizes)
 
     def _job(self, plan: TransferPlan) -> PrefillJob:

@@ -45,15 +45,21 @@ class Content:
         self.source.cells = _bytes(values.to(TORCH_DTYPES[kv.dtype]))
 
 
-def placed(kv: KVLayout, prompt: Prompt, blocks: np.ndarray, first_token: int, end_token: int) -> np.ndarray:
-    """`blocks` `[rank, layer, block, byte]`, the first of which begins with `first_token`, with these cells in them."""
+def placed(
+    kv: KVLayout, prompt: Prompt, blocks: np.ndarray, first_token: int, end_token: int, *, group: int = 0
+) -> np.ndarray:
+    """`blocks` `[rank, plane, block, byte]`, the first of which begins with `first_token`, with these cells in them.
+
+    `group`: of the layers that these blocks hold.
+    """
+    layers = list(kv.groups[group])
     first_block = first_token // kv.block_size
     num_tokens = (first_block + blocks.shape[2]) * kv.block_size
     worker = PlainWorker(kv, pool_blocks=1, num_tokens=1, rng=np.random.default_rng(0))
-    worker.region = blocks
     # The prompt's first blocks lie elsewhere: no token before `first_token` is put anywhere.
     worker.blocks = [-1] * first_block + list(range(num_tokens // kv.block_size - first_block))
-    filled: np.ndarray = worker.filled(prompt, first_token, end_token)
+    filled = blocks.copy()
+    worker.put(filled[:, : len(layers)], prompt.cells[layers], prompt.scales[layers], first_token, end_token)
     return filled
 
 

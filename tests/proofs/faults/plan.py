@@ -134,6 +134,7 @@ def plan_batch(transport: str, seed: int, focus: Focus | None = None) -> BatchPl
     """The batch of this seed."""
     rng = random.Random(f"{transport}/{seed}")
     source, destination, wire = _layouts(rng, transport)
+    source, destination = _with_windows(random.Random(f"windows/{transport}/{seed}"), source, destination)
     if transport in IN_REGIONS:
         # Drawn apart, so that everything else is what the same seed gave before.
         regions = random.Random(f"regions/{transport}/{seed}")
@@ -185,6 +186,15 @@ def _layouts(rng: random.Random, transport: str) -> tuple[KVLayout, KVLayout, st
         )
 
     return layout(here, sizes[0]), layout(there, sizes[1]), wire
+
+
+def _with_windows(rng: random.Random, source: KVLayout, destination: KVLayout) -> tuple[KVLayout, KVLayout]:
+    """Both, in some batches, with windowed layers kept apart; drawn apart, so that the others stay what they were."""
+    if source.num_layers == 1 or rng.random() > 0.3:
+        return source, destination
+    windowed = tuple(sorted(rng.sample(range(source.num_layers), rng.randrange(1, source.num_layers))))
+    apart = replace(source, windowed_layers=windowed, window=rng.choice((1, 5, 12, 30)))
+    return apart, replace(destination, windowed_layers=windowed, window=apart.window, block_size=source.block_size)
 
 
 def _transfer(rng: random.Random, index: int, destination: KVLayout, drawer: "_Drawer") -> TransferPlan:

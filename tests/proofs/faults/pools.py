@@ -29,7 +29,7 @@ class GuardedPool:
             )
             for begin in range(0, kv.num_regions * size, size)
         ]
-        shape = (kv.tp_size, kv.num_layers, num_blocks, kv.layer_block_bytes)
+        shape = (kv.tp_size, kv.planes_per_rank, num_blocks, kv.layer_block_bytes)
         self._bytes = np.frombuffer(self._memory.buffer, np.uint8).reshape(shape)
         self._guard = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
         self._bytes[...] = self._guard
@@ -50,7 +50,7 @@ class GuardedPool:
         self.free += blocks
 
     def at(self, blocks: Sequence[BlockId]) -> np.ndarray:
-        """Their bytes, `[rank, layer, block, byte]`."""
+        """Their bytes, `[rank, plane, block, byte]`."""
         return self._bytes[:, :, list(blocks)]
 
     def guard(self, blocks: Sequence[BlockId]) -> np.ndarray:
@@ -61,9 +61,9 @@ class GuardedPool:
         """Write into blocks that are ours."""
         self._bytes[:, :, list(blocks)] = content
 
-    def put_layer(self, layer: int, blocks: Sequence[BlockId], content: np.ndarray) -> None:
-        """Write one layer of blocks that are ours."""
-        self._bytes[:, layer, list(blocks)] = content
+    def put_plane(self, plane: int, blocks: Sequence[BlockId], content: np.ndarray) -> None:
+        """Write one plane of blocks that are ours: one layer of their group."""
+        self._bytes[:, plane, list(blocks)] = content
 
     def check_all(self, whose: str) -> None:
         """At rest: every block is free, and as it was."""

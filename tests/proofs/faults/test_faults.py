@@ -6,6 +6,7 @@ import pytest
 
 from kv_transfer.layout.lanes import lanes_between
 from tests.proofs.faults.campaign import campaign, check_campaign, replay
+from tests.proofs.faults.owners import first_sent
 from tests.proofs.faults.plan import plan_batch
 from tests.proofs.faults.shares import COUNTED, NIGHTLY_COUNT, share
 
@@ -57,3 +58,16 @@ def test_batches_go_between_pools_in_regions_too() -> None:
     kinds = {(plan.source.num_regions > 1, plan.destination.num_regions > 1) for plan in plans}
     assert len(kinds) == 4
     assert sum(len(lanes_between(plan.source, plan.destination)) > 1 for plan in plans) > 30
+
+
+def test_batches_keep_windowed_layers_apart_too() -> None:
+    """A good share of those that the campaign runs, and of most of their hand-offs something is not sent."""
+    plans = [plan for seed in range(100) if (plan := plan_batch("tcp", seed)).source.windowed_layers]
+    assert len(plans) > 10
+    assert {len(plan.source.groups) for plan in plans} >= {2, 3}
+    skipped = [
+        first_sent(plan.destination, transfer.num_tokens, transfer.held_tokens) > 0
+        for plan in plans
+        for transfer in plan.transfers
+    ]
+    assert sum(skipped) > len(skipped) / 2

@@ -85,15 +85,16 @@ class PlainWorker:
 
     def filled(self, prompt: Prompt, first: int, end: int) -> np.ndarray:
         """The region with tokens `[first, end)` of the prompt in every rank that holds them."""
-        return self._put(self.region.copy(), prompt.cells, prompt.scales, first, end)
+        return self.put(self.region.copy(), prompt.cells, prompt.scales, first, end)
 
     def touched(self, first: int, end: int) -> np.ndarray:
         """1 for each byte of the region that those tokens have."""
         shape = (self.kv.num_layers, 2, self.kv.num_kv_heads, len(self.blocks) * self.kv.block_size)
         ones = np.ones((*shape, self.row), np.uint8), np.ones((*shape, self.scale_bytes), np.uint8)
-        return self._put(np.zeros_like(self.region), *ones, first, end)
+        return self.put(np.zeros_like(self.region), *ones, first, end)
 
-    def _put(self, region, cells, scales, first, end):
+    def put(self, region, cells, scales, first, end):
+        """Into a region of as many layers as the cells are of; returns it."""
         tokens = np.arange(first, end)
         size = self.kv.block_size
         where, offset = np.array(self.blocks)[tokens // size], tokens % size

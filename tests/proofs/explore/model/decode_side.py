@@ -133,14 +133,16 @@ class DecodeSide:
             case "BindBlocks":
                 life.owed.add(("bind", attempt, action.num_blocks))
             case "OpenGrant":
-                for lane in range(self._names.scope.num_lanes):
-                    life.grants[attempt, lane] = (action.blocks, *life.routed_to(attempt))
+                by_group = (action.blocks, *action.windows)
+                for number, lane in enumerate(self._names.lanes):
+                    life.grants[attempt, number] = (by_group[lane.group], *life.routed_to(attempt))
                 # Regions of other processes answer later, each in its own time.
-                life.owed |= {("opened", attempt, lane) for lane in range(1, self._names.scope.num_lanes)}
+                life.owed |= {("opened", attempt, lane) for lane in range(1, len(self._names.lanes))}
                 return self._opened(0)
             case "Verify":
                 chunk = action.chunk
-                slots = self._names.scope.slots(chunk.cells, life.grants[attempt, chunk.lane][0])
+                group = self._names.lanes[chunk.lane].group
+                slots = self._names.scope.slots(chunk.cells, life.grants[attempt, chunk.lane][0], group)
                 life.owed.add(("verify", attempt, chunk.seq, chunk.rewrite, slots, chunk.checksum))
             case "ForwardFirstToken":
                 properties.sampled_once(life)
@@ -148,8 +150,8 @@ class DecodeSide:
                 self._ladder(life, ("token",), lambda ladder: ladder.first_token_known())
             case "Commit":
                 scope = self._names.scope
-                needed = None if scope.fetch else scope.num_blocks
-                properties.committable(life, action.info, needed, num_cells=scope.num_cells)
+                num_needed = None if scope.fetch else scope.num_blocks
+                properties.committable(life, action.info, num_needed, needed=self._names.needed)
                 life.owed.add(("commit", attempt, action.info.blocks))
             case "Revoke":
                 return self._revoke(life, attempt)
@@ -171,9 +173,7 @@ class DecodeSide:
         if life.request != OPEN or attempt != life.attempt:
             raise properties.Violation(f"attempt {attempt} reports failure, but its request has moved on")
         properties.given_up_once(life, attempt, action.landed)
-        properties.right_content(
-            life, action.landed, len(life.kept), "keeps wrong KV", num_cells=self._names.scope.num_cells
-        )
+        properties.right_content(life, action.landed, len(life.kept), "keeps wrong KV", needed=self._names.needed)
         properties.no_writer_into(life, action.landed, "is kept")
         for block in action.landed:
             life.blocks[block] = (OWNED, life.blocks[block][1])
@@ -190,7 +190,7 @@ class DecodeSide:
     def _revoke(self, life: Life, attempt: int) -> ev.ReceiverEvent | None:
         """The answer of the first lane, if it is known at once; those of regions of other processes are owed."""
         life.grants.pop((attempt, 0), None)
-        life.owed |= {("quiet", attempt, lane) for lane in range(1, self._names.scope.num_lanes)}
+        life.owed |= {("quiet", attempt, lane) for lane in range(1, len(self._names.lanes))}
         writes = self._landing_writes(life, attempt, 0)
         if self._names.scope.shared_memory and writes:
             life.owed.add(("quiet", attempt, 0))
@@ -226,7 +226,8 @@ class DecodeSide:
         torn = (TORN,) * self._names.scope.block_cells
         for block in blocks:
             life.blocks[block] = (attempt, torn)
-        self.tell(life, attempt, ev.BlocksBound(blocks=blocks))
+        windows = self._names.scope.windows(blocks, len(life.kept))
+        self.tell(life, attempt, ev.BlocksBound(blocks=blocks, windows=windows))
 
     def refuse(self, life: Life, attempt: int) -> None:
         """The pool gives none."""
@@ -243,9 +244,7 @@ class DecodeSide:
         properties.given_up_once(life, attempt, blocks)
         properties.no_writer_into(life, blocks, "is decoded from")
         if life.request == OPEN:
-            properties.right_content(
-                life, (*life.kept, *blocks), 0, "decodes wrong KV", num_cells=self._names.scope.num_cells
-            )
+            properties.right_content(life, (*life.kept, *blocks), 0, "decodes wrong KV", needed=self._names.needed)
             life.request, life.ladder = DONE, -1
             self._free_owned(life)
         for block in blocks:

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from kv_transfer.protocol.actions import StartWrite
+from tandem.values.ids import BlockId
 from tests.proofs.explore.model.life import OTHER, SenderSlot
 from tests.proofs.explore.model.properties import Violation
-from tests.proofs.explore.model.scope import UNIT_TOKENS, Scope
+from tests.proofs.explore.model.scope import UNIT_TOKENS, WINDOW_BLOCKS, Scope
 
 STOPPED = 99
 """Step of an engine that has nothing left to do."""
@@ -34,6 +35,7 @@ class Engine:
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
+        self._order, self._groups = scope.layout.layer_order, scope.layout.groups
         self._programs: dict[int, tuple[Op, ...]] = {}
 
     def program(self, held_units: int) -> tuple[Op, ...]:
@@ -65,6 +67,10 @@ class Engine:
         first = 0 if thrown_out < 0 else _OTHER_TABLE
         return tuple(range(first, first - (-self._scope.num_units // self._scope.units_per_source)))
 
+    def windows(self, table: tuple[int, ...]) -> tuple[tuple[BlockId, ...], ...]:
+        """Source blocks of the windowed layers, beside those of the whole prompt."""
+        return self._scope.windows(table, 0)
+
     def read(self, sender: SenderSlot, held_units: int, order: StartWrite) -> tuple[int, ...]:
         """Content of the cells that a write reads, from the source blocks that it names."""
         cells, contents = order.cells, []
@@ -73,15 +79,18 @@ class Engine:
             for layer in range(cells.first_layer, cells.first_layer + cells.num_layers):
                 if not self._holds(sender, held_units, source, unit, layer):
                     raise Violation(f"reads layer {layer} of unit {unit} before it is computed")
-                place = (unit * self._scope.num_layers + layer) * self._scope.num_lanes
+                place = (unit * self._scope.num_layers + layer) * self._scope.num_heads
                 heads = range(cells.first_head, cells.first_head + cells.num_heads)
                 contents += [place + head + (OTHER if sender.other else 0) for head in heads]
         return tuple(contents)
 
     def _holds(self, sender: SenderSlot, held_units: int, source: int, unit: int, layer: int) -> bool:
-        if source % _OTHER_TABLE != unit // self._scope.units_per_source:
+        """`layer`: by the layout's order of layers."""
+        group, source = divmod(source, WINDOW_BLOCKS)
+        model_layer = self._order[layer]
+        if model_layer not in self._groups[group] or source % _OTHER_TABLE != unit // self._scope.units_per_source:
             return False
         old = sender.thrown_out >= 0 and source < _OTHER_TABLE
         made = min(sender.thrown_out if old else sender.step, len(self.program(held_units)))
         op = self.program(held_units)[made - 1]
-        return made > 0 and (unit < op.ready or (unit < op.coming and layer < op.layers))
+        return made > 0 and (unit < op.ready or (unit < op.coming and model_layer < op.layers))

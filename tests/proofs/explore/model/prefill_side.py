@@ -145,7 +145,7 @@ class PrefillSide:
             return
         blocks, *granted = grant
         properties.granted_to(tuple(granted), (at, worker.epoch))
-        slots = scope.slots(action.cells, blocks)
+        slots = scope.slots(action.cells, blocks, self._names.lanes[action.lane].group)
         properties.writes_its_own(life, sender.attempt, slots)
         life.put(slots, (TORN,) * len(slots))
         content = self.engine_of.read(sender, plan.job.held_tokens // UNIT_TOKENS, action)
@@ -194,7 +194,11 @@ class PrefillSide:
         tokens = self.engine_of.tokens
         coming = tokens(op.coming) if op.layers else 0
         progress = ev.KVComputed(
-            num_computed_tokens=tokens(op.ready), blocks=table, coming_tokens=coming, num_layers=op.layers
+            num_computed_tokens=tokens(op.ready),
+            blocks=table,
+            windows=self.engine_of.windows(table),
+            coming_tokens=coming,
+            num_layers=op.layers,
         )
         if op.kind == FINISH:
             self.tell(life, at, sender.attempt, ev.FirstTokenSampled(first_token=TOKEN))

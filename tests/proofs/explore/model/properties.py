@@ -6,6 +6,9 @@ from kv_transfer.protocol.actions import CommitInfo
 from kv_transfer.protocol.messages import Reserve
 from tests.proofs.explore.model.life import DONE, LANDED, LOOSE, MOVING, OPEN, OWNED, Life, Packed, SenderSlot
 
+Contents = tuple[tuple[tuple[int, int], ...], ...]
+"""Of each block of a prompt: (position, what the cell there holds)."""
+
 
 class Violation(AssertionError):
     """A property does not hold."""
@@ -38,16 +41,15 @@ def given_up_once(life: Life, attempt: int, blocks: Iterable[int]) -> None:
             raise Violation(f"attempt {attempt} gives block {block} away, which is not its own")
 
 
-def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str, *, num_cells: int) -> None:
-    """What decoding may read is what was asked for, in its place. `num_cells`: of the whole prompt."""
+def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str, *, needed: Contents) -> None:
+    """What decoding may read is what was asked for, in its place. `needed`: see `Scope.needed_content`."""
     for index, block in enumerate(blocks, first):
         cells = life.blocks[block][1]
-        needed = range(index * len(cells), min(num_cells, (index + 1) * len(cells)))
-        if cells[: len(needed)] != tuple(needed):
+        if any(cells[position] != content for position, content in needed[index]):
             raise Violation(f"{what}: block {block} should hold block {index} of the prompt, but holds cells {cells}")
 
 
-def committable(life: Life, info: CommitInfo, num_needed: int | None, *, num_cells: int) -> None:
+def committable(life: Life, info: CommitInfo, num_needed: int | None, *, needed: Contents) -> None:
     """A commit is whole, unique, and touched by nobody. `num_needed`: blocks of a prompt; None for a fetched prefix."""
     if life.request != OPEN:
         raise Violation(f"commits when the request is {life.request}")
@@ -55,7 +57,7 @@ def committable(life: Life, info: CommitInfo, num_needed: int | None, *, num_cel
         raise Violation(f"commits {len(life.kept) + len(info.blocks)} blocks of {num_needed}")
     if num_needed is not None and not life.tokens:
         raise Violation("commits without a first token")
-    right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV", num_cells=num_cells)
+    right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV", needed=needed)
     no_writer_into(life, info.blocks, "is committed", unreported=True)
 
 

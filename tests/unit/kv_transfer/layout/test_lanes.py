@@ -176,7 +176,7 @@ class GroupedWorker:
         for number, (layers, worker) in enumerate(zip(self.kv.groups, self.groups, strict=True)):
             first = self.first_block(number, num_tokens) * self.kv.block_size
             parts = prompt.cells[list(layers)], prompt.scales[list(layers)]
-            worker._put(region[:, : len(layers)], *parts, first, num_tokens)
+            worker.put(region[:, : len(layers)], *parts, first, num_tokens)
 
 
 @pytest.mark.parametrize("windowed", [(0, 2, 3), (0, 1, 2, 4), (3,)], ids=str)

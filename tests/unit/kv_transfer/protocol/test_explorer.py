@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.layout.chunk_plan import HandoffSize
+from kv_transfer.layout.lanes import Lane
 from kv_transfer.protocol import guards
+from kv_transfer.protocol.coverage import Coverage
 from tests.proofs.explore.explorer import MEETINGS, Explored, explore, foreign_messages_do_nothing
 from tests.proofs.explore.lives import Lives
 from tests.proofs.explore.model import properties
@@ -40,7 +43,7 @@ REMOVALS: dict[str, tuple[Callable[..., bool], Scope]] = {
     "misdirected": (_no, _world("repeat", "crash", max_faults=2)),
     "superseded": (_no, _world()),
     "unknown_lane": (_no, _world("bend", bent=True)),
-    "wrong_grants": (_no, _world("bend", bent=True, num_lanes=2)),
+    "wrong_grants": (_no, _world("bend", bent=True, num_heads=2)),
     "out_of_range": (_no, _world("bend", bent=True, num_layers=2)),
     "repeated_chunk": (_no, _world("repeat", "damage", max_faults=2, max_rewrites=2)),
     "rewrites_exhausted": (_no, _world("damage", max_faults=2)),
@@ -175,6 +178,34 @@ def test_explorer_missing_guard_is_detected(name: str, monkeypatch: pytest.Monke
     with pytest.raises(Broken) as broken:
         explore(scope)
     assert broken.value.trace
+
+
+WINDOWS = Scope(steps=(2,), num_layers=3, chunk_cells=2, windowed_layers=(0,), max_faults=0)
+
+
+def test_explorer_wrong_destinations_of_windowed_layers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    explore(WINDOWS)
+    monkeypatch.setattr(Scope, "windows", lambda _self, blocks, _first: (blocks,))
+    with pytest.raises(Broken, match="attempt 1 wrote into block"):
+        explore(WINDOWS)
+
+
+def test_explorer_layer_taken_for_another_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where windowed layers are apart, the first of a lane is not the first of the model."""
+    monkeypatch.setattr(HandoffSize, "num_computed", lambda _self, num_layers: num_layers)
+    with pytest.raises(Broken, match="before it is computed"):
+        explore(WINDOWS)
+
+
+def test_explorer_waiting_for_what_is_not_sent_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_units(_self: Coverage, *, num_units: int, lane: Lane, first_unit: int) -> None:
+        del first_unit
+        begin(_self, num_units=num_units, lane=lane)
+
+    begin = Coverage.__init__
+    monkeypatch.setattr(Coverage, "__init__", all_units)
+    with pytest.raises(Broken, match="no request is ever done"):
+        explore(WINDOWS)
 
 
 @pytest.mark.turn(0)
