@@ -42,12 +42,8 @@ class HandoffSize:
         unit_layer_bytes: int,
     ) -> "HandoffSize":
         """What one lane carries of a prompt of `num_tokens` tokens, the first `held_tokens` of which are there."""
-        if not layout.windowed_layers:
-            first_unit, model_layers = 0, ()
-        else:
-            first_token = layout.first_window_block(num_tokens) * layout.block_size if lane.group else 0
-            first_unit = max(0, first_token - held_tokens) // unit_tokens
-            model_layers = layout.layer_order[lane.first_layer : lane.first_layer + lane.num_layers]
+        first_token = layout.first_window_block(num_tokens) * layout.block_size if lane.group else 0
+        model_layers = layout.layer_order[lane.first_layer : lane.first_layer + lane.num_layers]
         return cls(
             num_layers=lane.num_layers,
             num_heads=lane.num_heads,
@@ -55,8 +51,8 @@ class HandoffSize:
             first_layer=lane.first_layer,
             first_head=lane.first_head,
             group=lane.group,
-            first_unit=first_unit,
-            model_layers=model_layers,
+            first_unit=max(0, first_token - held_tokens) // unit_tokens,
+            model_layers=model_layers if layout.windowed_layers else (),
         )
 
     def num_computed(self, num_layers: int) -> int:
