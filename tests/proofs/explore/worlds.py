@@ -196,6 +196,20 @@ NIGHTLY = (
         at_least=250_000,
     ),
     World(
+        name="windowed-layers-that-reroute",
+        scope=Scope(
+            steps=(2,),
+            chunk_cells=2,
+            windowed_layers=(0,),
+            max_faults=1,
+            max_attempts=2,
+            spare_blocks=1,
+            shared_memory=TCP,
+            only=frozenset({"cut"}),
+        ),
+        at_least=1_000_000,
+    ),
+    World(
         name="three-faults",
         scope=Scope(num_layers=1, max_faults=3, shared_memory=TCP),
         at_least=70_000,

@@ -1,13 +1,18 @@
 """Blocks of windowed layers: what a sequence holds, what stays for later ones, and what they cost."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.kv_cache.lower_tiers import HostTier
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request
 from engine.types.windows import WindowSpec
+from kv_transfer.layout.chunk_plan import HandoffSize
+from kv_transfer.layout.lanes import lanes_between
 from tandem.errors import ConfigError, RequestTooLarge
 from tandem.values.block_hash import BlockHasher
+from tandem.values.kv_layout import KVLayout
 from tests.support.engine import ledger
 
 SPEC = WindowSpec(window=24, num_groups=2, block_size=ledger.BLOCK, ahead_tokens=40)
@@ -54,6 +59,39 @@ def test_window_spec_longest_sequence_is_the_longest_that_fits(num_blocks: int) 
 def test_window_spec_refuses_sizes_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="window of windows must be at least 1, not 0"):
         WindowSpec(window=0, num_groups=1, block_size=16, ahead_tokens=1)
+
+
+@pytest.mark.parametrize(("num_layers", "window"), [(26, 512), (34, 1024), (48, 1024), (62, 1024)], ids=str)
+def test_gemma_3_keeps_and_sends_less_than_a_quarter_of_32k_tokens(num_layers: int, window: int) -> None:
+    """Its four sizes: every sixth layer attends to everything. Bytes of one KV head, for all are alike."""
+    num_tokens, steps = 32_768, 2 * 512
+    together = KVLayout(
+        model_fingerprint="m", dtype="bfloat16", num_layers=num_layers, num_kv_heads=1, head_dim=256, block_size=16
+    )
+    windowed = tuple(layer for layer in range(num_layers) if layer % 6 != 5)
+    apart = replace(together, windowed_layers=windowed, window=window)
+    spec = WindowSpec(window=window, num_groups=len(apart.groups) - 1, block_size=16, ahead_tokens=steps)
+    kept = spec.num_blocks(num_tokens) * apart.block_bytes
+
+    def sent_bytes(layout: KVLayout) -> int:
+        sizes = [
+            HandoffSize.of_lane(
+                lane,
+                layout,
+                num_tokens=num_tokens,
+                held_tokens=0,
+                unit_tokens=layout.block_size,
+                unit_layer_bytes=layout.layer_block_bytes,
+            )
+            for lane in lanes_between(layout, layout)
+        ]
+        return sum((num_tokens // 16 - size.first_unit) * size.num_layers * size.unit_layer_bytes for size in sizes)
+
+    sent, all_bytes = sent_bytes(apart), num_tokens // 16 * together.block_bytes
+    assert sent_bytes(together) == all_bytes
+    assert kept < 0.25 * all_bytes
+    assert sent < 0.25 * all_bytes
+    print(f"{num_layers} layers: pool {kept / all_bytes:.3f}, wire {sent / all_bytes:.3f}")
 
 
 def test_scheduler_long_sequence_holds_its_window_only(runner: ledger.LedgerRunner) -> None:
