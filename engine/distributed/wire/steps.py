@@ -54,13 +54,14 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
     if len(data) < _HEADER.size:
         raise InvariantError("truncated step inputs")
     rows, seqs, blocks, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)
-    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs), seqs * blocks)
+    num_pooled = pairs[-1]
+    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs[:-1]), 3 * num_pooled, seqs * blocks)
     if min(rows, seqs, blocks, samples, *pairs) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
         raise InvariantError(f"{len(data)} bytes are not a step of {rows} rows and {seqs} sequences of {blocks} blocks")
     values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
     parts = np.split(values, np.cumsum(sizes[:-1]))
-    token_ids, positions, slots, starts, counts, sample_rows, *found, tables = parts
-    offloads, loads, copies, scores, pooled = (part.reshape(-1, 2) for part in found)
+    token_ids, positions, slots, starts, counts, sample_rows, *found, pooled, tables = parts
+    offloads, loads, copies, scores = (part.reshape(-1, 2) for part in found)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -75,6 +76,6 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
         loads=loads,
         copies=copies,
         scores=scores,
-        pooled=pooled,
+        pooled=pooled.reshape(-1, 3),
         num_top=num_top,
     )

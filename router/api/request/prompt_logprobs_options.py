@@ -37,7 +37,7 @@ def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) ->
     values = sum(
         len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.scoring.num_top or 0))
         for one in prepared
-        if one.request.scoring is not None and one.request.scoring.num_top is not None
+        if (asked := one.request.scoring) is not None and asked.num_top is not None and not asked.label_token_ids
     )
     if values > most:
         raise InvalidRequest(
