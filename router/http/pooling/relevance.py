@@ -30,14 +30,12 @@ from tandem.errors import InvalidRequest
 class DocumentBody(StrictBody):
     """A document of a rerank request as an object."""
 
-    NOT_YET = {}  # noqa: RUF012  # pydantic leaves class variables alone
     text: str
 
 
 class _RelevanceBody(StrictBody):
     """Fields common to both requests."""
 
-    NOT_YET = {name: values for name, values in StrictBody.NOT_YET.items() if name != "documents"}  # noqa: RUF012
     model: str | None = None
     instruction: str | None = None
     truncate_prompt_tokens: int | None = None
