@@ -190,7 +190,7 @@ def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, m
     _collect_seldom()
     shown = reachable(where)
     addresses = {"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)}
-    task = {} if model.pooling is None else {"task": model.pooling.task.value}
+    task: dict[str, str] = {} if model.pooling is None else {"task": model.pooling.task.value}
     heart.begin({**addresses, "has_chat_template": model.has_chat_template, **task})
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 

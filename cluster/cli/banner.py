@@ -102,6 +102,7 @@ def curl_line(config: ClusterConfig, model: str, *, chats: bool = True, task: st
     `chats`: False for a plain completion; `task`: what the model makes in place of text.
     """
     generates = {"max_tokens": EXAMPLE_TOKENS, "stream": True}
+    body: dict[str, Any]
     if task == "embed":
         route, body = "embeddings", {"model": model, "input": EXAMPLE_QUESTION}
     elif task is not None:

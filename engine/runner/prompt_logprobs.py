@@ -59,10 +59,11 @@ def score_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Stag
 def _pooled(model: Decoder, hidden: Tensor, pooled: IntArray, staging: Staging) -> Tensor:
     """Pool hidden states, `[num_pooled, hidden_size]`. Returns float64 `[num_vectors, hidden_size]`."""
     weights = staging.upload(pooled[:, 2].copy()).double()[:, None]
-    counts = np.bincount(pooled[:, 1])
-    is_maximum = pooled[np.cumsum(counts) - counts, 2] == 0
-    states = model.final_states(hidden).double()
-    parts = zip(states.split(counts.tolist()), weights.split(counts.tolist()), is_maximum.tolist(), strict=True)
+    sizes = np.bincount(pooled[:, 1])
+    is_maximum = (pooled[np.cumsum(sizes) - sizes, 2] == 0).tolist()
+    counts: list[int] = sizes.tolist()
+    states = torch.split(model.final_states(hidden).double(), counts)
+    parts = zip(states, torch.split(weights, counts), is_maximum, strict=True)
     return torch.stack([rows.amax(0) if largest else (rows * factors).sum(0) for rows, factors, largest in parts])
 
 

@@ -81,7 +81,8 @@ class PromptScoringState:
 
     def pooled_rows(self, start: int, num_tokens: int) -> list[tuple[int, range]]:
         """Positions to pool in a step of `num_tokens` tokens, for each mode by its place that has any."""
-        rows, found = self.rows(start, num_tokens), []
+        rows = self.rows(start, num_tokens)
+        found: list[tuple[int, range]] = []
         first, last = self.pooling.num_skipped, self.num_prompt_tokens - 1
         for place, mode in enumerate(self.pooling.modes):
             only = {PoolingMode.CLS: first, PoolingMode.LAST: last}.get(mode)
@@ -120,10 +121,12 @@ class PromptScoringState:
         """Add the next `count` rows: of each mode by its place, what `weight` says has been made of them."""
         for place, values in found:
             before = self.pooled.get(place)
-            if before is not None:
-                merge = max if self.pooling.modes[place] is PoolingMode.MAX else float.__add__
-                values = map(merge, before, values)  # noqa: PLW2901
-            self.pooled[place] = array("d", values)
+            if before is None:
+                self.pooled[place] = array("d", values)
+            elif self.pooling.modes[place] is PoolingMode.MAX:
+                self.pooled[place] = array("d", map(max, before, values))
+            else:
+                self.pooled[place] = array("d", map(float.__add__, before, values))
         self._advance(count)
 
     def vector(self) -> list[float]:

@@ -142,6 +142,9 @@ async def test_embeddings_work_with_own_client(parts: fakes.Servers) -> None:
         async with AsyncClient(address) as client:
             assert await client.embed(["fox", [5, 6]], cache_salt="mine") == [UNIT, UNIT]
             with pytest.raises(InvalidRequest) as caught:
+                await client.embed(["fox"], prompt_name="query", dimensions=2)
+            assert caught.value.param == "dimensions"
+            with pytest.raises(InvalidRequest) as caught:
                 await client.embed([])
         assert caught.value.param == "input"
 

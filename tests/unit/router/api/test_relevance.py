@@ -10,6 +10,7 @@ import pytest
 from router.api.relevance import completed
 from router.grpc.server import GrpcServer, build_server
 from router.text.tokenizer import Tokenizer
+from tandem.client.aio import AsyncClient
 from tandem.errors import ConfigError
 from tandem.pooling_model import JudgeStyle, PoolingModel, PoolingTask
 from tandem.v1 import inference_pb2 as pb
@@ -217,6 +218,9 @@ async def test_score_over_grpc_equals_http(tokenizer: Tokenizer) -> None:
         answer = await stub.Score(pb.ScoreRequest(queries=["fox"], documents=DOCUMENTS, truncate_prompt_tokens=-1))
         assert list(answer.scores) == pytest.approx([YES] * 3)
         assert answer.usage.prompt_tokens == sum(len(r.prompt_token_ids) for r in parts.generator.requests)
+        async with AsyncClient(f"127.0.0.1:{grpc_server.port}") as client:
+            assert await client.score("fox", DOCUMENTS) == pytest.approx([YES] * 3)
+            assert await client.score(DOCUMENTS, DOCUMENTS, cache_salt="mine") == pytest.approx([YES] * 3)
         for wrong in (pb.ScoreRequest(), pb.ScoreRequest(queries=["a", "b"], documents=["c"])):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Score(wrong)
