@@ -57,8 +57,8 @@ class GgufSource:
         self._config = config
         self._dtype = dtype
         family = family_of(config.architecture)
-        found, wanted = file.header.metadata.get("general.architecture"), family.gguf
-        if wanted is None:
+        found, wanted = file.header.metadata.get("general.architecture"), None if family is None else family.gguf
+        if family is None or wanted is None:
             readable = ", ".join(name for name, one in FAMILIES.items() if one.gguf is not None)
             raise ConfigError(f"{file.name}: weights of {config.architecture} are not read from GGUF, only {readable}")
         if found != wanted:
