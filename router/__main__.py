@@ -101,10 +101,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
-        model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
-        tokenizer.check_fits(model.vocab_size)
-        if pooling is not None:
-            model = replace(model, pooling=completed(pooling, tokenizer, model.vocab_size))
+        model = _served_model(registry, tokenizer, defaults, pooling)
         metrics = make_metrics(config, model.name, access, cluster_state, room)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         if credentials is not None:
@@ -433,6 +430,15 @@ def _generation_defaults(model: ModelSection) -> GenerationDefaults:
 def _pooling_model(model: ModelSection) -> PoolingModel | None:
     style = None if model.reranker == "auto" else JudgeStyle(model.reranker)
     return read_pooling_model(model_directory(model.path), style)
+
+
+def _served_model(
+    registry: WorkerRegistry, tokenizer: Tokenizer, defaults: GenerationDefaults, pooling: PoolingModel | None
+) -> ModelInfo:
+    """Describe the model by its workers and its files. Raises ConfigError where they do not fit each other."""
+    model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
+    tokenizer.check_fits(model.vocab_size)
+    return model if pooling is None else replace(model, pooling=completed(pooling, tokenizer, model.vocab_size))
 
 
 def _model_info(registry: WorkerRegistry) -> ModelInfo:
