@@ -18,7 +18,8 @@ from engine.model.spec import ModelSpec
 
 _QWEN3 = "Qwen3ForCausalLM"
 _LLAMA = "LlamaForCausalLM"
-_MODEL_TYPES = {_QWEN3: "qwen3", _LLAMA: "llama"}
+_QWEN3_MOE = "Qwen3MoeForCausalLM"
+_MODEL_TYPES = {_QWEN3: "qwen3", _LLAMA: "llama", _QWEN3_MOE: "qwen3_moe"}
 END_ID = 0
 """End token, which benchmarks treat like any other in prompts and answers."""
 
@@ -39,6 +40,9 @@ class Shape:
     tied: bool
     max_positions: int = 8192
     rope_theta: float = 1e6
+    num_experts: int = 0
+    """Experts of each layer, of which `intermediate_size` is the size; 0: a dense model."""
+    experts_per_token: int = 0
 
     def hf_config(self, dtype: str) -> dict[str, Any]:
         """Return the content of `config.json`."""
@@ -64,6 +68,17 @@ class Shape:
             "initializer_range": 0.02,
             "use_cache": True,
             "torch_dtype": dtype,
+            **self._mixture(),
+        }
+
+    def _mixture(self) -> dict[str, Any]:
+        if not self.num_experts:
+            return {}
+        return {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.intermediate_size,
+            "norm_topk_prob": True,
         }
 
     def model_config(self, dtype: str = "bfloat16") -> ModelSpec:
@@ -148,6 +163,36 @@ SHAPES: Mapping[str, Shape] = {
             tied=False,
             max_positions=32_768,
             rope_theta=5e5,
+        ),
+        Shape(
+            name="tiny-moe",
+            architecture=_QWEN3_MOE,
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            tied=True,
+            max_positions=1024,
+            num_experts=8,
+            experts_per_token=2,
+        ),
+        # A token reads two fifths of what the reference model's layers have, out of more than twice as much.
+        Shape(
+            name="0.9b-moe",
+            architecture=_QWEN3_MOE,
+            vocab_size=65_536,
+            hidden_size=1024,
+            intermediate_size=512,
+            num_layers=16,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=64,
+            tied=True,
+            num_experts=32,
+            experts_per_token=4,
         ),
     )
 }

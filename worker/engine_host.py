@@ -110,8 +110,11 @@ class EngineHost:
 
         It is queued now, not when it is awaited. Shielded: cancelling the caller does not cancel the call.
         """
-        answer = asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
-        answer.add_done_callback(_retrieve)
+        inner = asyncio.wrap_future(self._engine.call(fn))
+        answer = asyncio.shield(inner)
+        # Both: a shield that is cancelled no longer looks at what it shields.
+        for future in (inner, answer):
+            future.add_done_callback(_retrieve)
         return answer
 
     async def gather_blocks(self, blocks: Sequence[BlockId]) -> None:

@@ -22,8 +22,8 @@ _PARTS = """
 
 As read from a configuration that says no more than its sizes. Blocks are attention and MLP.
 
-| `architectures` | norms | queries and keys | rotation | windows | gate |
-|---|---|---|---|---|---|
+| `architectures` | norms | queries and keys | rotation | windows | gate | mixture of experts |
+|---|---|---|---|---|---|---|
 """
 _SIZES = {
     "vocab_size": 128,
@@ -51,6 +51,10 @@ the same weights and biases.
 - The same logits from the Triton kernels, in their interpreter: `tests/unit/engine/backends/test_cuda_backend.py`.
 - Greedy tokens equal through a prefill worker, the hand-off, two decode ranks and cached prefixes:
   `tests/e2e/models/test_families.py`, some families at each run; not InternLM3, nor `longrope` beyond its context.
+
+- Mixtures of experts: the compiled kernel against plain operators on random shapes, and a row alone against the same
+  row in any batch, bit for bit: `tests/unit/engine/kernels/test_cpu_mixture.py`; quantized models:
+  `tests/unit/engine/backends/test_cpu_mixtures.py`.
 
 Kernels that need AMX or AVX-512 and kernels on a GPU compute the families by the same calls; the families that came
 after the first four have not been run there. Scores that are bent (Gemma 2) are computed on a CPU by the kernel for any
@@ -82,6 +86,7 @@ def _parts(name: str) -> str:
         _rotation(spec),
         _share(sum(window is not None for window in spec.layer_windows), spec.num_layers),
         layer.activation.value,
+        _mixture(spec),
     )
     return f"| `{name}` | {' | '.join(columns)} |\n"
 
@@ -99,6 +104,13 @@ def _rotation(spec: ModelSpec) -> str:
     pairs = "neighbours" if rope.is_interleaved else "halves"
     still = sum(layer.rope is None for layer in spec.layers)
     return f"{part}, pairs of {pairs}" + (f"; none in {still} of {spec.num_layers} layers" if still else "")
+
+
+def _mixture(spec: ModelSpec) -> str:
+    if (moe := spec.moe) is None:
+        return "none"
+    found = f"{moe.experts_per_token} of {moe.num_experts}" + (" and one for every token" if moe.has_shared else "")
+    return f"{found}, weights {'divided by their sum' if moe.normalizes_weights else 'as they are'}"
 
 
 def _share(count: int, total: int) -> str:

@@ -1,5 +1,7 @@
 """Backend of plain torch operators: runs wherever torch does, and is the reference for every other backend."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,10 @@ from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, as_tens
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
 from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
+from engine.model.layers.mixture import Expert, ExpertRouter, GroupedMixture
 from engine.model.layers.norm import LayerNorm, PassThrough, RMSNorm, TorchRowNorm
 from engine.model.layers.torch_attention import TorchAttention
-from engine.model.spec import Activation, NormKind, NormSpec
+from engine.model.spec import Activation, MoeSpec, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels, TorchSampling
 
 
@@ -58,6 +61,13 @@ class TorchBackend:
     def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> GatedLinear:
         return GatedLinear(as_tensor(weight), bias, activation)
 
+    def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> GroupedMixture:
+        experts = [
+            Expert(gate_up=GatedLinear(as_tensor(gate_up), None), down=Linear(as_tensor(next(matrices))))
+            for gate_up in matrices
+        ]
+        return GroupedMixture(moe, ExpertRouter(router), experts)
+
     def head(self, weight: Tensor) -> HeadLinear:
         return HeadLinear(weight)
 
@@ -70,7 +80,9 @@ class TorchBackend:
     def tied(self, weight: Tensor) -> tuple[TokenEmbedding, HeadLinear]:
         return TokenEmbedding(weight, is_shared=True), HeadLinear(weight)
 
-    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> RMSNorm | LayerNorm:
+    def norm(
+        self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False
+    ) -> RMSNorm | LayerNorm:
         return RMSNorm(weight, spec.eps) if spec.kind is NormKind.RMS else LayerNorm(weight, bias, spec.eps)
 
     def no_norm(self, size: int) -> PassThrough:

@@ -5,6 +5,7 @@ form that suits its kernels, and returns small callables, which the decoder comp
 Results may lie in buffers that belong to the backend: each docstring says how long they are valid.
 """
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionPlan, AttentionSpec
 from engine.model.layers.norm import RowNorm
-from engine.model.spec import Activation, ModelSpec, NormKind, NormSpec
+from engine.model.spec import Activation, ModelSpec, MoeSpec, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 from engine.types.step_inputs import StepInputs
 
@@ -202,6 +203,18 @@ class Backend(Protocol):
         """
         ...
 
+    def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> Projection:
+        """Make a mixture of experts in the role DOWN: what each row's experts return, weighted and summed.
+
+        `router`: `[num_experts, hidden_size]`, one more row for a shared expert. `matrices`: of each expert two, as
+        `gated` takes them for SiLU and as `projection` does, the shared expert's last. Each is taken once the one
+        before is packed, so that beside what is kept only one is in memory.
+
+        Experts are chosen in float32 (`engine.model.layers.mixture.route`) and summed in float32, in the order of their
+        numbers: a row's result depends on the other rows only where products do.
+        """
+        ...
+
     def head(self, weight: Tensor) -> Projection:
         """Make the output head, which returns float32 logits."""
         ...
@@ -218,8 +231,8 @@ class Backend(Protocol):
         """Make embedding and head over one matrix, stored once; the embedding's `nbytes` is zero."""
         ...
 
-    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> Norm:
-        """Make a norm over the hidden size."""
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False) -> Norm:
+        """Make a norm over the hidden size; `feeds_mixture`: a mixture of experts reads its rows, one by one."""
         ...
 
     def no_norm(self, size: int) -> Norm:

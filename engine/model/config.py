@@ -50,6 +50,9 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
 
 
 def _weight_format(fields: Fields) -> str | None:
+    if fields.has("quip_params"):
+        # No document describes the layout, and its authors' program needs CUDA: there is nothing to test a reader by.
+        raise fields.error("quip_params", "says that weights are stored as QuIP#, which is not read")
     if not fields.has("quantization_config"):
         return None
     # Imported late: it loads torch, which `tandem up` seldom needs.

@@ -1,4 +1,4 @@
-"""The decoder: embeddings, layers of attention and a gated MLP with norms around them, final norm, output head.
+"""The decoder: embeddings, layers of attention and MLP with norms around them, final norm, output head.
 
 Plain objects, not `nn.Module`: inference needs no parameter registry, and per-step overhead matters. The backend
 decides how each part is computed; a layer's output is added to the residual by the norm that follows it, so that a
@@ -30,15 +30,19 @@ class DecoderLayer:
     kv_scales: Tensor | None  # float32 [2, num_kv_heads], for a cache in fp8_e4m3
     output: Closing
     mlp_norm: Norm | None  # None: the MLP reads what attention reads
-    gate_up: Projection  # activation(gate) * up
+    gate_up: Projection | None  # activation(gate) * up; None: `down` is a mixture of experts, which reads the norm
     down: Closing
 
     @property
     def nbytes(self) -> int:
         """Memory of the block's weights."""
-        parts = (self.attention_norm, self.qkv, self.output, self.gate_up, self.down)
-        optional = (self.mlp_norm, self.head_norm)
+        parts = (self.attention_norm, self.qkv, self.output, self.down)
+        optional = (self.mlp_norm, self.head_norm, self.gate_up)
         return sum(part.nbytes for part in parts) + sum(part.nbytes for part in optional if part is not None)
+
+    def mlp(self, normed: Tensor, residual: Tensor) -> Tensor | None:
+        """The MLP, or mixture of experts, of normed rows; see Closing."""
+        return self.down(normed if self.gate_up is None else self.gate_up(normed), residual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,9 +181,9 @@ class Decoder:
             if on_layers is not None and index < last:
                 on_layers(index + 1)
             if layer.mlp_norm is not None:
-                delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)
+                delta = layer.mlp(layer.mlp_norm(residual, delta), residual)
             else:
-                delta = _sum(delta, layer.down(layer.gate_up(normed), residual))
+                delta = _sum(delta, layer.mlp(normed, residual))
         return residual, delta
 
     def _kv_scales(self) -> Tensor | None:

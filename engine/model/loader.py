@@ -27,7 +27,7 @@ from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParalle
 from engine.model.parameters import LAYERS, StoredPart, expected_shapes, parameter_table
 from engine.model.pooling_head import SCORE_WEIGHT
 from engine.model.shard import Shard, TensorSlice
-from engine.model.spec import LayerSpec, ModelSpec, NormKind, QKNorm
+from engine.model.spec import LayerSpec, ModelSpec, MoeSpec, NormKind, QKNorm
 from tandem.errors import ConfigError
 from tandem.pooling_model import CLASSIFIER
 from tandem.process.host_memory import return_freed_memory
@@ -170,16 +170,32 @@ class _Loader:
 
     def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         key = f"layers.{index}."
+        gate_up, down = self._mlp(key, spec)
         return DecoderLayer(
             qkv=self._qkv(key, spec),
             attention_norm=self._norm(key + "attention_norm"),
             head_norm=self._head_norm(key) if spec.qk_norm is QKNorm.HEAD else None,
             kv_scales=self._kv_scales(f"{LAYERS}{index}.self_attn."),
             output=self._closing(key + "output", key + "attention_output_norm", ProjectionRole.OUTPUT),
-            mlp_norm=None if spec.is_parallel else self._norm(key + "mlp_norm"),
-            gate_up=self._backend.gated(*self._matrix(key + "gate_up"), spec.activation),
-            down=self._closing(key + "down", key + "mlp_output_norm", ProjectionRole.DOWN),
+            mlp_norm=None if spec.is_parallel else self._norm(key + "mlp_norm", feeds_mixture=spec.moe is not None),
+            gate_up=gate_up,
+            down=down,
         )
+
+    def _mlp(self, key: str, spec: LayerSpec) -> tuple[Projection | None, Closing]:
+        norm_key = key + "mlp_output_norm"
+        if spec.moe is not None:
+            return None, self._closed(self._mixture(key, spec.moe), norm_key)
+        gate_up = self._backend.gated(*self._matrix(key + "gate_up"), spec.activation)
+        return gate_up, self._closing(key + "down", norm_key, ProjectionRole.DOWN)
+
+    def _mixture(self, key: str, moe: MoeSpec) -> Projection:
+        matrices = (
+            self._matrix(f"{key}experts.{index}.{name}")[0]
+            for index in range(moe.num_experts + moe.has_shared)
+            for name in ("gate_up", "down")
+        )
+        return self._backend.mixture(moe, self._fill(key + "expert_router.weight"), matrices)
 
     def _qkv(self, key: str, spec: LayerSpec) -> Projection:
         projection = self._backend.projection(*self._matrix(key + "qkv"), ProjectionRole.QKV)
@@ -196,11 +212,14 @@ class _Loader:
 
     def _closing(self, key: str, norm_key: str, role: ProjectionRole) -> Closing:
         weight, bias = self._matrix(key)
-        has_norm = norm_key + ".weight" in self._table
-        if self._group.size == 1 and not has_norm:
+        if self._group.size == 1 and norm_key + ".weight" not in self._table:
             return self._backend.closing(weight, bias, role)
-        whole = RowParallel(self._backend.projection(weight, bias, role), self._group)
-        if not has_norm:
+        return self._closed(self._backend.projection(weight, bias, role), norm_key)
+
+    def _closed(self, part: Projection, norm_key: str) -> Closing:
+        """End a block by this rank's part of a projection, summed over the ranks, and normed where the model does."""
+        whole = RowParallel(part, self._group)
+        if norm_key + ".weight" not in self._table:
             return whole
         norm, row = self._config.norm, self._fill(norm_key + ".weight")[None]
         return NormedClosing(whole, self._backend.row_norm(row, norm.eps, norm.kind))
@@ -265,11 +284,12 @@ class _Loader:
             self._advance(prod(self._local_shape(part)))
         return whole
 
-    def _norm(self, key: str) -> Norm:
+    def _norm(self, key: str, *, feeds_mixture: bool = False) -> Norm:
         if key + ".weight" not in self._table:
             return self._backend.no_norm(self._config.hidden_size)
         bias = self._fill(key + ".bias") if key + ".bias" in self._table else None
-        return self._backend.norm(self._config.norm, self._fill(key + ".weight"), bias)
+        weight = self._fill(key + ".weight")
+        return self._backend.norm(self._config.norm, weight, bias, feeds_mixture=feeds_mixture)
 
     def _head_norm(self, key: str) -> HeadNorm:
         return HeadNorm(self._fill(key + "query_norm"), self._fill(key + "key_norm"), self._config.norm.eps)

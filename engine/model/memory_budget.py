@@ -154,14 +154,30 @@ def estimate_workspace_bytes(
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = config.num_heads * config.head_dim
     # Residual, its norm and one block's output; qkv with its rotated copy; gate, up, activation and product.
-    per_row = 4 * config.hidden_size + 2 * qkv + 2 * attention + 4 * config.intermediate_size
+    per_row = 4 * config.hidden_size + 2 * qkv + 2 * attention + 4 * _largest_gate(config)
     one_sequence = 2 * config.num_kv_heads * config.head_dim * max_context * (item + restored)
     pool_share = one_sequence * max_num_seqs
     gathered = max(min(MAX_GATHER_BYTES, pool_share), one_sequence)
     masks = min(MAX_MASK_ELEMENTS, rows * max_context) * item
     # Sampling works in float32: logits, their copy, sorted values and indices, noise and its integers.
     sampling = max_num_seqs * config.vocab_size * 4 * 12
-    return rows * per_row * item + gathered + masks + sampling
+    return rows * (per_row * item + _routing_bytes(config, item)) + gathered + masks + sampling
+
+
+def _largest_gate(config: ModelSpec) -> int:
+    """Values of the largest gate that one projection computes."""
+    if (moe := config.moe) is None:
+        return config.intermediate_size
+    return max(moe.expert_size, moe.shared_size or 0, 0 if config.is_sparse_throughout else config.intermediate_size)
+
+
+def _routing_bytes(config: ModelSpec, item: int) -> int:
+    """Bytes that a mixture of experts takes for a row, beside gates: its copy for an expert, what that returns and the
+    sum of all, both in float32; logits and probabilities of experts, and their order.
+    """
+    if (moe := config.moe) is None:
+        return 0
+    return config.hidden_size * (item + 2 * 4) + (moe.num_experts + 1) * (2 * 4 + 2 * 8)
 
 
 def kv_layout(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from engine.model.rope_config import RopeConfig
-from engine.model.spec import LayerSpec, ModelSpec, NormSpec, QKNorm
+from engine.model.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, QKNorm
 
 LAYERS = "model.layers."
 """Beginning of the names of a layer's tensors."""
@@ -28,6 +28,10 @@ class Split(Enum):
     KV_HEADS = "kv_heads"
     INNER = "inner"
     """The MLP's inner values."""
+    EXPERT_INNER = "expert_inner"
+    """An expert's inner values."""
+    SHARED_INNER = "shared_inner"
+    """Inner values of the expert that computes every token."""
     VOCABULARY = "vocabulary"
 
 
@@ -105,13 +109,10 @@ def _layer(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Parts]]:
     """The parameters of one layer, their stored names without prefix."""
     names, hidden = spec.names, spec.hidden_size
     yield from _projection("qkv", _qkv(spec, layer), layer.qkv_bias)
-    yield from _projection("gate_up", _gate_up(spec, layer), layer.mlp_bias)
     heads = replace(_rows(names.output, (hidden, layer.num_heads * layer.head_dim)), split=Split.HEADS, dim=1)
     output = replace(heads, unit=layer.head_dim, num_units=layer.num_heads)
     yield from _projection("output", (output,), layer.output_bias)
-    inner = _rows(names.down, (hidden, layer.intermediate_size))
-    down = replace(inner, split=Split.INNER, dim=1, num_units=layer.intermediate_size)
-    yield from _projection("down", (down,), layer.mlp_bias)
+    yield from _mlp(spec, layer) if layer.moe is None else _experts(spec, layer.moe)
     norms = {}
     if layer.has_input_norms:
         norms["attention_norm"] = names.attention_norm
@@ -141,6 +142,35 @@ def _qkv(spec: ModelSpec, layer: LayerSpec) -> Parts:
         parts.append(replace(part, begin=begin if fused else 0))
         begin += count * size
     return tuple(parts)
+
+
+def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Parts]]:
+    yield from _projection("gate_up", _gate_up(spec, layer), layer.mlp_bias)
+    down = _closing_columns(spec, spec.names.down, layer.intermediate_size, Split.INNER)
+    yield from _projection("down", (down,), layer.mlp_bias)
+
+
+def _experts(spec: ModelSpec, moe: MoeSpec) -> Iterator[tuple[str, Parts]]:
+    """Each expert's matrices are parameters of their own; the shared expert counts as one more, after the others."""
+    names = spec.names
+    routers = [_rows(names.expert_router, (moe.num_experts, spec.hidden_size))]
+    experts = [(names.expert.format(expert=i), moe.expert_size, Split.EXPERT_INNER) for i in range(moe.num_experts)]
+    if moe.shared_size is not None:
+        routers.append(_rows(names.shared_router, (1, spec.hidden_size)))
+        experts.append((names.shared_expert, moe.shared_size, Split.SHARED_INNER))
+    yield from _projection("expert_router", tuple(routers), has_bias=False)
+    for index, (prefix, size, split) in enumerate(experts):
+        gates = (
+            _rows(f"{prefix}.{name}", (size, spec.hidden_size), split) for name in (names.expert_gate, names.expert_up)
+        )
+        down = _closing_columns(spec, f"{prefix}.{names.expert_down}", size, split)
+        yield from _projection(f"experts.{index}.gate_up", tuple(gates), has_bias=False)
+        yield from _projection(f"experts.{index}.down", (down,), has_bias=False)
+
+
+def _closing_columns(spec: ModelSpec, name: str, size: int, split: Split) -> StoredPart:
+    """A projection from `size` inner values, by which it is divided."""
+    return replace(_rows(name, (spec.hidden_size, size)), split=split, dim=1, num_units=size)
 
 
 def _gate_up(spec: ModelSpec, layer: LayerSpec) -> Parts:

@@ -2,14 +2,14 @@
 
 After Megatron-LM (Shoeybi et al., 2019): the projections that open a block are split by output rows (whole heads, whole
 pairs of gate and up), those that close it by input columns, so that a block needs one sum over the ranks, at its end.
-Vocabulary rows are split too; every rank has all norms. Where there are fewer key-value heads than ranks, several
-ranks have the same one.
+Experts are split alike: every rank has a part of each. Vocabulary rows are split too; every rank has all norms. Where
+there are fewer key-value heads than ranks, several ranks have the same one.
 """
 
 from dataclasses import dataclass, replace
 
 from engine.model.parameters import Split, StoredPart
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, MoeSpec
 from tandem.errors import ConfigError
 
 
@@ -40,6 +40,7 @@ class Shard:
                 intermediate_size=layer.intermediate_size // size,
                 num_heads=layer.num_heads // size,
                 num_kv_heads=max(1, layer.num_kv_heads // size),
+                moe=None if layer.moe is None else _share(layer.moe, size),
             )
             for layer in config.layers
         )
@@ -54,6 +55,9 @@ class Shard:
             Split.VOCABULARY: (self.first_token, vocab_rows),
         }
         """First unit and number of units of this rank."""
+        if (moe := self.config.moe) is not None:
+            self._units[Split.EXPERT_INNER] = (rank * moe.expert_size, moe.expert_size)
+            self._units[Split.SHARED_INNER] = (rank * (moe.shared_size or 0), moe.shared_size or 0)
 
     def holds(self, part: StoredPart) -> bool:
         """Whether this rank reads any of a stored part. Of a vocabulary, the last ranks may hold no rows."""
@@ -72,8 +76,20 @@ class Shard:
         return TensorSlice(dim=part.dim, begin=part.begin + begin * part.unit, end=part.begin + end * part.unit)
 
 
+def _share(moe: MoeSpec, size: int) -> MoeSpec:
+    """A rank's part of all experts."""
+    shared_size = None if moe.shared_size is None else moe.shared_size // size
+    return replace(moe, expert_size=moe.expert_size // size, shared_size=shared_size)
+
+
 def _check_divides(config: ModelSpec, size: int) -> None:
-    counts = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    counts = {"num_attention_heads": config.num_heads}
+    # Families without a size of experts in config.json have this one for them.
+    if (moe := config.moe) is None or moe.expert_size == config.intermediate_size or not config.is_sparse_throughout:
+        counts["intermediate_size"] = config.intermediate_size
+    if moe is not None:
+        counts["moe_intermediate_size"] = moe.expert_size
+        counts["shared_expert_intermediate_size"] = moe.shared_size or 0
     for field, count in counts.items():
         if count % size:
             raise ConfigError(f"tensor_parallel_size is {size}: it must divide config.json's {field}, which is {count}")

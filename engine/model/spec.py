@@ -54,8 +54,34 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts in an MLP's place (Shazeer et al., 2017): gated MLPs, of which a router chooses a few for
+    each token by a softmax over all.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    """Values of an expert's gate."""
+    normalizes_weights: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    shared_size: int | None = None
+    """Values of the gate of one more expert, which computes every token, weighted by a sigmoid; None: there is none."""
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether one expert computes every token."""
+        return self.shared_size is not None
+
+    @property
+    def active_size(self) -> int:
+        """Values of the gates that a token's experts have together."""
+        return self.experts_per_token * self.expert_size + (self.shared_size or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention, gated MLP, and the norms around them."""
+    """One layer: attention, gated MLP or mixture of experts, and the norms around them."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,11 +106,24 @@ class LayerSpec:
     """Norms of what attention and MLP return, before that is added to the residual stream."""
     is_parallel: bool = False
     """Attention and MLP read the same normed input; there is no second norm."""
+    moe: MoeSpec | None = None
+    """The mixture of experts in the MLP's place; `intermediate_size` then says nothing. None: a dense MLP."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for experts with parts that only dense MLPs have."""
+        is_plain = self.has_input_norms and not self.is_parallel and not self.mlp_bias
+        if self.moe is not None and not (is_plain and self.activation is Activation.SILU):
+            raise ConfigError("experts must have SiLU's gate, no biases, and a norm of their own before them")
 
     @property
     def score_scale(self) -> float:
         """Factor on products of queries and keys."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def active_size(self) -> int:
+        """Values of gates that are computed for a token."""
+        return self.intermediate_size if self.moe is None else self.moe.active_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +144,15 @@ class StoredNames:
     fused_gate_up: str | None = None
     """One tensor with the rows of the gate and of what it gates."""
     down: str = "mlp.down_proj"
+    expert_router: str = "mlp.gate"
+    expert: str = "mlp.experts.{expert}"
+    """Beginning of the names of an expert's tensors."""
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    shared_router: str = "mlp.shared_expert_gate"
+    """One row, whose product with the input the sigmoid is of."""
     attention_norm: str = "input_layernorm"
     attention_output_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -155,6 +203,8 @@ class ModelSpec:
         """Raises ConfigError for layers that differ in what one KV layout and one attention backend share."""
         if len({_shared(layer) for layer in self.layers}) != 1:
             raise ConfigError(f"config.json: all layers of {self.architecture} must have heads of one geometry")
+        if len({layer.moe for layer in self.layers if layer.moe is not None}) > 1:
+            raise ConfigError(f"config.json: all experts of {self.architecture} must have one geometry")
 
     @property
     def num_layers(self) -> int:
@@ -181,6 +231,16 @@ class ModelSpec:
         return self.layers[0].intermediate_size
 
     @property
+    def moe(self) -> MoeSpec | None:
+        """The mixture of experts of the layers that have one, which is the same in all; None for a dense model."""
+        return next((layer.moe for layer in self.layers if layer.moe is not None), None)
+
+    @property
+    def is_sparse_throughout(self) -> bool:
+        """Whether every layer has a mixture of experts."""
+        return all(layer.moe is not None for layer in self.layers)
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: all tokens."""
         return tuple(layer.window for layer in self.layers)
@@ -202,9 +262,16 @@ class ModelSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Multiplications and additions per token in the layers' products, without attention and output head."""
-        projected = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        return 2 * self.num_layers * self.hidden_size * (projected + 3 * self.intermediate_size)
+        """Multiplications and additions per token in the layers' products, without attention and output head; of the
+        experts, those that compute it.
+        """
+        return 2 * sum(self.active_weights(layer) for layer in self.layers)
+
+    def active_weights(self, layer: LayerSpec) -> int:
+        """Numbers in a layer's matrices that multiply one token."""
+        projected = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        routed = 0 if layer.moe is None else layer.moe.num_experts + layer.moe.has_shared
+        return self.hidden_size * (projected + 3 * layer.active_size + routed)
 
     def digest(self) -> bytes:
         """Hash of all fields that change the computation: all but the end tokens and how weights are stored.
@@ -233,7 +300,7 @@ class ModelSpec:
             "layer_windows": self.layer_windows,
             **self._later_fields(rope),
         }
-        text = json.dumps(values, sort_keys=True, default=_enum_value)
+        text = json.dumps(values, sort_keys=True, default=_json_value)
         return hashlib.sha256(text.encode()).digest()
 
     def _later_fields(self, rope: RopeConfig) -> dict[str, Any]:
@@ -268,7 +335,9 @@ def _other_than_default(spec: Any, without: frozenset[str]) -> Mapping[str, Any]
     }
 
 
-def _enum_value(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, MoeSpec):
+        return asdict(value)
     raise ConfigError(f"cannot digest {type(value).__name__}")

@@ -98,6 +98,11 @@ def _dense_spec(directory: ModelDirectory, model: Path) -> ModelSpec:
     spec = load_model_config(model)
     if spec.weight_format is not None:
         raise ConfigError(f"{model} is quantized already ({spec.weight_format}): name the model that it was made of")
+    if spec.moe is not None:
+        raise ConfigError(
+            f"{model}: {spec.architecture} has mixtures of experts, which are not quantized to files; "
+            "engine.quantization quantizes them while they are loaded"
+        )
     return spec
 
 

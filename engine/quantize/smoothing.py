@@ -29,7 +29,7 @@ class NormReaders:
 
 
 def norm_readers(layer: LayerSpec) -> tuple[NormReaders, ...]:
-    """The norms of a layer that projections read; none where a family has no norms there."""
+    """The norms of a layer with a dense MLP that projections read; none where a family has no norms there."""
     if not layer.has_input_norms:
         return ()
     if layer.is_parallel:

@@ -6,7 +6,7 @@ from pathlib import Path
 PARTS = ("engine", "prefills", "worker", "baselines", "scheduling", "eviction")
 MODEL_PARTS = PARTS[:3]
 """Parts that measure the selected model; also the default parts."""
-SHAPE_NAMES = ("tiny", "0.04b", "0.5b", "1b", "8b")
+SHAPE_NAMES = ("tiny", "0.04b", "0.5b", "1b", "8b", "tiny-moe", "0.9b-moe")
 PEER_NAMES = ("transformers", "vllm", "openvino", "llama.cpp")
 BITS = (8, 4)
 BASELINE_NAMES = ("no-kv-cache", "contiguous-kv", "static-batching", "padded-batches")

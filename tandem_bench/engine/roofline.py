@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from engine.model.parameters import expected_shapes
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, MoeSpec
 from tandem.values.kv_layout import DTYPE_BITS
 
 
@@ -19,9 +19,11 @@ class ModelCost:
     """Bytes and operations of one model, stored and computed in one dtype."""
 
     streamed_weights: int
-    """Numbers that every step reads: all except an embedding that is not also the head."""
+    """Numbers that every step reads: all except an embedding that is not also the head, and experts that a token does
+    without: more sequences may read more of these, so that for them the limit is above what can be reached.
+    """
     layer_weights: int
-    """Numbers in the layers' matrices."""
+    """Numbers in the layers' matrices that multiply a token."""
     head_weights: int
     kv_numbers_per_token: int
     attention_width: int
@@ -37,14 +39,13 @@ class ModelCost:
 
         `bits`: of the weights, if they are quantized; the head then has eight at least, as every engine keeps it.
         """
-        hidden, width = config.hidden_size, config.num_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
-        layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * config.intermediate_size
-        head = config.vocab_size * hidden
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        head = config.vocab_size * config.hidden_size
         stored = sum(prod(shape) for shape in expected_shapes(config).values())
+        idle = sum(_idle_weights(layer.moe, config.hidden_size) for layer in config.layers)
         return cls(
-            streamed_weights=stored if config.tie_embeddings else stored - head,
-            layer_weights=config.num_layers * layer,
+            streamed_weights=stored - idle if config.tie_embeddings else stored - idle - head,
+            layer_weights=sum(config.active_weights(layer) for layer in config.layers),
             head_weights=head,
             kv_numbers_per_token=2 * config.num_layers * kv_width,
             attention_width=config.num_layers * width,
@@ -80,6 +81,11 @@ class ModelCost:
     def prefill_limit(self, length: int, flops_per_s: float) -> float:
         """Return prompt tokens per second, if only arithmetic takes time."""
         return flops_per_s / self.prompt_flops_per_token(length)
+
+
+def _idle_weights(moe: MoeSpec | None, hidden_size: int) -> int:
+    """Numbers in the experts of a layer that do not compute a token."""
+    return 0 if moe is None else 3 * hidden_size * moe.expert_size * (moe.num_experts - moe.experts_per_token)
 
 
 def mean_context(prompt_tokens: int, output_tokens: int) -> float:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +34,14 @@ class PeerEnvironment:
     steps: tuple[tuple[str, ...], ...]
     absent: tuple[str, ...] = ()
     """Packages that the steps install but that break the peer here."""
+    sees_ours: bool = False
+    """Whether this interpreter's packages are there as well, behind its own: torch need not be installed again."""
 
     @property
     def folder(self) -> Path:
         """Directory of the environment: another set of pins, or another Python, has another one."""
-        wanted = repr((self.steps, self.absent, sys.version_info[:2])).encode()
+        ours = (sys.prefix,) if self.sees_ours else ()
+        wanted = repr((self.steps, self.absent, sys.version_info[:2], *ours)).encode()
         return cache_dir("peers") / f"{self.name}-{hashlib.sha256(wanted).hexdigest()[:10]}"
 
     @property
@@ -74,6 +78,10 @@ def ensure(environment: PeerEnvironment, note: Callable[[str], None]) -> Path:
             return environment.python
         note(f"{environment.name}: creating its environment in {environment.folder} (once; takes minutes)")
         _run([sys.executable, "-m", "venv", "--clear", str(environment.folder)], environment.name)
+        if environment.sees_ours:
+            [packages] = environment.folder.glob("lib/python*/site-packages")
+            folders = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+            (packages / "tandem_packages.pth").write_text("\n".join(sorted(folders)), encoding="utf-8")
         pip = [str(environment.python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         for step in environment.steps:
             _run([*pip, "install", *step], environment.name)

@@ -46,6 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "images": ("tests/images", "tests/integration/test_hub_download.py"),
     "packaging": ("tests/packaging",),
+    "tools": ("tests/tools",),
     "containers": ("tests/containers",),
     "answers": (
         *_modules(

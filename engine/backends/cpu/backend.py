@@ -4,13 +4,15 @@ Every processor has kernels for everything, on AMX tiles or on vectors as wide a
 step allocates nothing here: every result lies in a buffer with its own name.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.code_attention import CpuCodeAttention
-from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated
+from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated, RoutedExperts
 from engine.backends.cpu.programs import CpuPrograms
 from engine.backends.options import BackendOptions
 from engine.backends.thread_priority import lower_thread_priority
@@ -19,6 +21,7 @@ from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.gemm import (
     FEW_ROWS,
     TILE_COLUMNS,
+    Arena,
     Arithmetic,
     Epilogue,
     PackedLinear,
@@ -28,6 +31,7 @@ from engine.kernels.cpu.gemm import (
     whole_tiles,
 )
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
+from engine.kernels.cpu.mixture import PackedExpert, PackedMixture
 from engine.kernels.cpu.norms import CompiledNorm, CpuActivations, NormMode
 from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
@@ -38,7 +42,7 @@ from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.norm import RowNorm
 from engine.model.layers.torch_attention import TorchAttention
-from engine.model.spec import Activation, NormKind, NormSpec
+from engine.model.spec import Activation, MoeSpec, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 
 _CACHE_LINE_BYTES = 64
@@ -198,6 +202,7 @@ class CpuBackend:
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._activations = CpuActivations(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
+        self._arena = Arena(library)
         self.name = "cpu-amx" if has_tiles else "cpu-vectors"
         if quantization != "none":
             self.name += f"-{quantization}"
@@ -236,6 +241,20 @@ class CpuBackend:
         linear = self._pack_layer(weight, bias, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
+    def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> Projection:
+        """See Backend. The choice of experts is not quantized."""
+        experts = [
+            PackedExpert(
+                gate_up=self._pack_expert(gate_up, Epilogue.GATED),
+                down=self._pack_expert(next(matrices), Epilogue.STORE_FLOAT32),
+            )
+            for gate_up in matrices
+        ]
+        arithmetic = best_arithmetic(self._library.features, self.dtype)
+        packed_router = self._pack(router, None, arithmetic, Epilogue.STORE_FLOAT32, Tiles.NOTHING)
+        packed = PackedMixture(self._library, moe, packed_router, experts, num_threads=self._threads)
+        return RoutedExperts(packed, self._buffers)
+
     def head(self, weight: Tensor) -> Projection:
         return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
 
@@ -246,8 +265,9 @@ class CpuBackend:
         linear = self._pack_head(weight)
         return PackedEmbedding(linear, self._buffers), BufferedProjection(linear, self._buffers, "logits")
 
-    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> Norm:
-        gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False) -> Norm:
+        # Experts are given rows, one by one, which do not lie together in tiles.
+        gives_tiles = not feeds_mixture and bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
         if spec.kind is NormKind.RMS:
             return FusedNorm(weight, spec.eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
         norm = self._compiled_norm(NormMode.LAYER, weight[None], bias, spec.eps, weight.shape[0])
@@ -302,8 +322,23 @@ class CpuBackend:
         return self._pack(weight, None, self._head_arithmetic, Epilogue.STORE_FLOAT32, taken)
 
     def _pack_layer(self, weight: Weight, bias: Tensor | None, epilogue: Epilogue, tiles: Tiles) -> PackedLinear:
+        return self._pack(weight, bias, self._arithmetic_of(weight), epilogue, tiles)
+
+    def _pack_expert(self, weight: Weight, epilogue: Epilogue) -> PackedLinear:
+        arithmetic = self._arithmetic_of(weight)
+        return PackedLinear(
+            self._library,
+            weight,
+            arithmetic=arithmetic,
+            epilogue=epilogue,
+            num_threads=self._threads,
+            arena=self._arena,
+        )
+
+    def _arithmetic_of(self, weight: Weight) -> Arithmetic:
+        """What multiplies by a matrix of a layer."""
         stored = None if isinstance(weight, Tensor) else stored_arithmetic(self._library.features, weight, self.dtype)
-        return self._pack(weight, bias, stored or self._arithmetic, epilogue, tiles)
+        return stored or self._arithmetic
 
     def _pack(
         self, weight: Weight, bias: Tensor | None, arithmetic: Arithmetic, epilogue: Epilogue, tiles: Tiles

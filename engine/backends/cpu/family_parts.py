@@ -1,11 +1,13 @@
-"""Parts of the CPU backend that only some model families have: other norms, GELU's gate, capped logits."""
+"""Parts of the CPU backend that only some model families have: other norms, GELU's gate, experts, capped logits."""
 
+import torch
 from torch import Tensor
 
 from engine.backends.buffers import Buffers
 from engine.kernels.cpu.gemm import FEW_ROWS, whole_tiles
+from engine.kernels.cpu.mixture import PackedMixture
 from engine.kernels.cpu.norms import CompiledNorm, CpuActivations
-from engine.model.backend import Projection
+from engine.model.backend import Projection, ProjectionRole
 
 
 class CompiledInputNorm:
@@ -71,6 +73,26 @@ class GeluGated:
         to_tiles = self._gives_tiles and rows > FEW_ROWS
         gate = self._activations.gelu_mul_to_tiles if to_tiles else self._activations.gelu_mul
         gate(stacked, out)
+        return out
+
+
+class RoutedExperts:
+    """A mixture of experts whose results lie in the buffer of the role DOWN."""
+
+    __slots__ = ("_buffers", "_mixture")
+
+    def __init__(self, mixture: PackedMixture, buffers: Buffers) -> None:
+        self._mixture = mixture
+        self._buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        return self._mixture.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mixture, rows = self._mixture, x.shape[0]
+        out = self._buffers.rows(ProjectionRole.DOWN.value, whole_tiles(rows), mixture.size, mixture.dtype)[:rows]
+        mixture(x, out, self._buffers.rows("routed", rows, mixture.scratch_bytes, torch.uint8))
         return out
 
 

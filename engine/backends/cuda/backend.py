@@ -6,6 +6,8 @@ so that a token's result does not depend on batch, chunks or step. Results are t
 allocator: in the steady state nothing is allocated on the device.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,9 @@ from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
 from engine.model.layers.linear import TokenEmbedding
+from engine.model.layers.mixture import Expert, GroupedMixture
 from engine.model.layers.norm import LayerNorm, PassThrough, TorchRowNorm
-from engine.model.spec import Activation, NormKind, NormSpec
+from engine.model.spec import Activation, MoeSpec, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 from tandem.errors import ConfigError
 
@@ -106,6 +109,17 @@ class CudaBackend:
         product = self._product(weight, bits=self._bits, is_gated=activation is Activation.SILU)
         return CudaGated(product, bias, self.dtype, activation)
 
+    def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> GroupedMixture:
+        """See Backend. One expert after the other, and the host waits for the choice: it serves, without kernels."""
+        experts = [
+            Expert(
+                gate_up=self.gated(gate_up, None),
+                down=self.projection(next(matrices), None, ProjectionRole.DOWN),
+            )
+            for gate_up in matrices
+        ]
+        return GroupedMixture(moe, CudaProjection(self._dense.product(router), None, torch.float32), experts)
+
     def head(self, weight: Tensor) -> CudaProjection:
         # It decides between tokens, and no later layer averages its error out: never fewer than eight bits.
         bits = None if self._bits is None else 8
@@ -121,7 +135,9 @@ class CudaBackend:
         # A quantized head is a matrix of its own, beside a table that few rows of are read.
         return TokenEmbedding(weight, is_shared=self._bits is None), self.head(weight)
 
-    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> CudaNorm | LayerNorm:
+    def norm(
+        self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None, *, feeds_mixture: bool = False
+    ) -> CudaNorm | LayerNorm:
         if spec.kind is not NormKind.RMS:
             return LayerNorm(weight, bias, spec.eps)
         return CudaNorm(weight, spec.eps, pdl=self._pdl)
@@ -140,8 +156,12 @@ class CudaBackend:
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
-        """See Backend. `attention` must be the last one that this backend made; else nothing is recorded."""
+        """See Backend. `attention` must be the last one that this backend made; else nothing is recorded. Neither is a
+        model with mixtures of experts, whose launches depend on what they compute.
+        """
         if self.device.type != "cuda" or self._attention is None or attention is not self._attention:
+            return None
+        if model.config.moe is not None:
             return None
         from engine.backends.cuda.graphs import CudaRecorder, CudaStepGraphs, graph_batch_sizes, graph_chunk_sizes
 

@@ -252,7 +252,7 @@ def graph_chunk_sizes(largest: int, spec: ModelSpec) -> tuple[int, ...]:
     they are computed: few graphs, since each delays the start.
     """
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    weights = spec.hidden_size * (heads + 3 * spec.layers[0].intermediate_size)
+    weights = spec.hidden_size * (heads + 3 * spec.layers[0].active_size)
     largest = min(largest, max(32, min(_MAX_CHUNK_ROWS, _HIDDEN_PRODUCTS // weights)))
     sizes = {32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, largest}
     return tuple(sorted(size for size in sizes if size <= largest))

@@ -150,8 +150,8 @@ class _Linear(ctypes.Structure):
 class PackedLinear:
     """`x @ weight.T + bias` from a packed copy of `weight`, written into a tensor of the caller."""
 
-    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_reference", "_scales", "_tiles", "arithmetic",
-                 "columns", "depth", "dtype", "num_threads", "out_dtype")  # fmt: skip
+    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_scales", "_tiles", "arithmetic", "columns",
+                 "depth", "dtype", "kernel_address", "num_threads", "out_dtype", "record_address")  # fmt: skip
 
     def __init__(
         self,
@@ -163,9 +163,10 @@ class PackedLinear:
         epilogue: Epilogue = Epilogue.STORE,
         tiles: Tiles = Tiles.NOTHING,
         num_threads: int = 1,
+        arena: "Arena | None" = None,
     ) -> None:
         """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` has as many elements.
-        A stored weight is one of which `stored_arithmetic` says `arithmetic`.
+        A stored weight is one of which `stored_arithmetic` says `arithmetic`. `arena`: where small matrices are many.
 
         Raises KernelsUnavailable when the processor lacks the instructions for `arithmetic`, ValueError for a weight or
         bias of another kind.
@@ -190,7 +191,9 @@ class PackedLinear:
         self._scales = torch.zeros(panels * PANEL) if arithmetic.has_column_scales else None
         if isinstance(weight, Table16Matrix):
             self._scales = weight.table.float().clone()  # what the codes are places in
-        self._packed = self._pack(library, weight, panels, gated=gated)
+        num_bytes = library.function(f"tandem_{arithmetic.packing}_packed_bytes", "ii", "i")(panels, self.depth)
+        self._packed = huge_bytes(library, num_bytes) if arena is None else arena.allocate(num_bytes)
+        self._pack(library, weight, gated=gated)
         self._record = _Linear(
             weights=self._packed.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
@@ -201,9 +204,10 @@ class PackedLinear:
             takes_tiles=Tiles.INPUT in tiles,
             gives_tiles=Tiles.OUTPUT in tiles,
         )
-        self._reference = ctypes.addressof(self._record)
+        self.record_address = ctypes.addressof(self._record)
         name = self.arithmetic.value
         self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
+        self.kernel_address = library.address(f"tandem_{name}_linear")
         embeds = not arithmetic.has_groups and not arithmetic.is_of_floats and not gated
         signature = "piipipii" if self._scales is None else "ppiipipii"
         self._embed = library.function(f"tandem_{name}_embed", signature, "i") if embeds else None
@@ -233,7 +237,7 @@ class PackedLinear:
                 check_whole_tiles(x)
             if Tiles.OUTPUT in self._tiles:
                 check_whole_tiles(out)
-        self._multiply(self._reference, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
+        self._multiply(self.record_address, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
         """Copy rows `ids` (int64) of the weight to `out` `[num_ids, depth]`: tied embeddings need no second copy. Rows
@@ -265,9 +269,8 @@ class PackedLinear:
         if any(size % TILE_COLUMNS for size in sizes):
             raise ValueError(f"tiles hold whole {TILE_COLUMNS} elements of a row, not {sizes}")
 
-    def _pack(self, library: KernelLibrary, weight: Weight, panels: int, *, gated: bool) -> Tensor:
-        name = self.arithmetic.packing
-        packed = huge_bytes(library, library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, self.depth))
+    def _pack(self, library: KernelLibrary, weight: Weight, *, gated: bool) -> None:
+        name, packed = self.arithmetic.packing, self._packed
         if isinstance(weight, Int8Matrix):
             assert self._scales is not None  # noqa: S101  # narrows: of int8
             codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
@@ -281,7 +284,7 @@ class PackedLinear:
                 self._scales.data_ptr(),
                 self.num_threads,
             )
-            return packed
+            return
         if isinstance(weight, GroupIntMatrix):
             # Kept until the call has returned, which has only their addresses.
             parts = {"codes": weight.codes, "scales": weight.scale.half()}
@@ -300,21 +303,18 @@ class PackedLinear:
                 packed.data_ptr(),
                 self.num_threads,
             )
-            return packed
+            return
         if isinstance(weight, Fp8Matrix | Table16Matrix):
-            self._pack_floats(library, weight, packed, gated=gated)
-            return packed
+            self._pack_floats(library, weight, gated=gated)
+            return
         weight = as_tensor(weight)
         source = (weight.data_ptr(), weight.stride(0), self.columns, self.depth, int(gated), packed.data_ptr())
         if self._scales is None:
             library.function(f"tandem_{name}_pack", "piiiipi")(*source, self.num_threads)
         else:
             library.function(f"tandem_{name}_pack", "piiiippi")(*source, self._scales.data_ptr(), self.num_threads)
-        return packed
 
-    def _pack_floats(
-        self, library: KernelLibrary, weight: Fp8Matrix | Table16Matrix, packed: Tensor, *, gated: bool
-    ) -> None:
+    def _pack_floats(self, library: KernelLibrary, weight: Fp8Matrix | Table16Matrix, *, gated: bool) -> None:
         if isinstance(weight, Fp8Matrix):
             codes, scale, group_size = weight.codes.view(torch.uint8), weight.row_scales(), weight.block_columns
         else:
@@ -327,7 +327,7 @@ class PackedLinear:
             self.columns,
             self.depth,
             int(gated),
-            packed.data_ptr(),
+            self._packed.data_ptr(),
             self.num_threads,
         )
 
@@ -497,6 +497,31 @@ def huge_bytes(library: KernelLibrary, num_bytes: int) -> Tensor:
     tensor = storage[begin : begin + num_bytes]
     library.function("tandem_advise_huge", "pi", "i")(tensor.data_ptr(), num_bytes)
     return tensor
+
+
+class Arena:
+    """Memory of many matrices that are too small for huge pages of their own: there are thousands of experts, and with
+    a mapping for each a process would come near the number that it may have.
+    """
+
+    _CHUNK_BYTES = 32 * HUGE_PAGE_BYTES
+
+    __slots__ = ("_chunk", "_library", "_used")
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self._library = library
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate an uninitialised uint8 tensor that begins with a cache line. A chunk is freed with the last of its
+        tensors; what is left at its end is never touched, so it takes no memory.
+        """
+        begin = -(-self._used // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        if begin + num_bytes > self._chunk.nbytes:
+            self._chunk, begin = huge_bytes(self._library, max(num_bytes, self._CHUNK_BYTES)), 0
+        self._used = begin + num_bytes
+        return self._chunk[begin : self._used]
 
 
 def _packed_bias(bias: Tensor, panels: int, *, gated: bool) -> Tensor:

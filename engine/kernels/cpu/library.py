@@ -64,6 +64,10 @@ class KernelLibrary:
 
         return kernel
 
+    def address(self, name: str) -> int:
+        """Address of a C function, for another to call."""
+        return address_of(self._library.bind(name, ""))
+
     @contextmanager
     def recording(self) -> Iterator[list[KernelCall]]:
         """Record every call made through `function` within the context, by the one thread that uses this library."""

@@ -23,11 +23,11 @@ def unpack_nibbles(packed: Tensor, num_columns: int) -> Tensor:
 
 
 def canonical_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes of a stream of bits, as `unpack_words` takes, in the canonical form: bytes for eight bits, else nibbles."""
+    """Codes of a stream of bits, as `unpack_words` takes, in the canonical form: nibbles to four bits, else bytes."""
     if bits == 4:  # the very same bits
         return words.contiguous().view(torch.uint8)[:, : -(-count // 2)].contiguous()
     codes = unpack_words(words, bits, count)
-    return codes.contiguous() if bits == _BITS_PER_BYTE else pack_nibbles(codes)
+    return codes.contiguous() if bits > 4 else pack_nibbles(codes)
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

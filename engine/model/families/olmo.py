@@ -1,4 +1,6 @@
-"""OLMo 2 and 3: norms of what blocks return and none of what they read; queries and keys normed over all heads."""
+"""OLMo 2 and 3: norms of what blocks return and none of what they read; queries and keys normed over all heads. OLMoE:
+norms as in Llama, and mixtures of experts.
+"""
 
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from engine.model.families.reading import (
     attention_bias,
     every_nth_is_full,
     read_layer,
+    read_mixture,
     read_model,
     ropes_by_type,
     sliding_window,
@@ -45,6 +48,18 @@ def _parse_olmo3(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
     return read_model(fields, defaults, layers)
 
 
+def _parse_olmoe(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
+    layer = replace(_layer(fields, defaults), has_input_norms=True, has_output_norms=False)
+    moe = read_mixture(
+        fields,
+        num_experts=64,
+        per_token=8,
+        size=layer.intermediate_size,
+        normalizes=fields.boolean("norm_topk_prob", False),
+    )
+    return read_model(fields, defaults, replace(layer, moe=moe))
+
+
 OLMO2 = ModelFamily(
     models="OLMo 2",
     differs="norms after attention and MLP, none before; norms of all queries and of all keys",
@@ -56,4 +71,10 @@ OLMO3 = ModelFamily(
     differs="as OLMo 2; sliding window in three of four layers, which rotate without scaling",
     parse=_parse_olmo3,
     defaults=FamilyDefaults(norm_eps=1e-5, rope=RopeDefaults(theta=500_000.0)),
+)
+OLMOE = ModelFamily(
+    models="OLMoE-1B-7B",
+    differs="mixture of experts in every layer; norms of all queries and of all keys",
+    parse=_parse_olmoe,
+    defaults=FamilyDefaults(max_positions=4096, norm_eps=1e-5),
 )

@@ -6,11 +6,13 @@ from typing import Any
 
 from engine.model.config_fields import Fields
 from engine.model.rope_config import RopeConfig, RopeDefaults, RopeType, parse_rope, read_rope
-from engine.model.spec import LayerSpec, ModelSpec, NormKind, NormSpec
+from engine.model.spec import LayerSpec, ModelSpec, MoeSpec, NormKind, NormSpec
 
 _MAX_DIM = 2**20
 _MAX_VOCAB = 2**24
 _MAX_LAYERS = 4096
+_MAX_EXPERTS = 4096
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
 _MAX_POSITIONS = 2**31 - 1
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -142,6 +144,29 @@ def ropes_by_type(fields: Fields, defaults: FamilyDefaults, local_theta: float) 
     kinds = {FULL: defaults.rope, SLIDING: local}
     own = {kind: nested.nested(kind) or Fields({}, f"config.json: rope_parameters: {kind}") for kind in kinds}
     return {kind: read_rope(fields, own[kind], positions, kinds[kind]) for kind in kinds}
+
+
+def read_mixture(fields: Fields, *, num_experts: int, per_token: int, size: int, normalizes: bool) -> MoeSpec:
+    """The mixture of experts of a layer, without a shared one. Raises ConfigError.
+
+    `num_experts`, `per_token`: what they are where the file is silent.
+    """
+    # One number with two names: transformers 5 writes another one for Qwen3 than the models' files have.
+    names = [name for name in _NUM_EXPERTS if fields.has(name)]
+    if len(names) > 1 and len({fields.get(name) for name in names}) > 1:
+        raise fields.error(" and ".join(names), "must be the same number")
+    count = fields.integer(names[0] if names else _NUM_EXPERTS[0], 1, _MAX_EXPERTS, num_experts)
+    chosen = fields.integer("num_experts_per_tok", 1, count, per_token)
+    return MoeSpec(num_experts=count, experts_per_token=chosen, expert_size=size, normalizes_weights=normalizes)
+
+
+def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have a mixture of experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises ConfigError."""
+    count, dense = num_layers(fields), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        raise fields.error("mlp_only_layers", "must be a list of numbers of layers")
+    step = fields.integer("decoder_sparse_step", 1, _MAX_LAYERS, 1)
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
 
 
 def attention_bias(fields: Fields, *, default: bool = False) -> bool:

@@ -8,10 +8,10 @@ from engine.model.families.gemma import GEMMA2, GEMMA3
 from engine.model.families.glm import GLM, GLM4
 from engine.model.families.granite import GRANITE
 from engine.model.families.llama import INTERNLM3, LLAMA
-from engine.model.families.mistral import MISTRAL
-from engine.model.families.olmo import OLMO2, OLMO3
+from engine.model.families.mistral import MISTRAL, MIXTRAL
+from engine.model.families.olmo import OLMO2, OLMO3, OLMOE
 from engine.model.families.phi import PHI3
-from engine.model.families.qwen import QWEN2, QWEN3
+from engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from engine.model.families.reading import ModelFamily
 from engine.model.families.smollm import SMOLLM3
 from engine.model.families.stablelm import STABLELM
@@ -36,6 +36,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "Cohere2ForCausalLM": COHERE2,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "OlmoeForCausalLM": OLMOE,
 }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,11 @@ ROWS = {
         )
         for dtype, transport in (("int8", "shm"), ("int8", "tcp"), ("fp8_e4m3", "shm"), ("int4", "tcp"))
     },
+    "kv-int4-failover": Row(
+        settings={**EXACT_BF16, "engine.kv_dtype": "int4", "decode.replicas": 2, "transfer.transport": "shm"},
+        check=streams_outlive_a_killed_worker,
+        expected=alone(replace(bf16(), kv_dtype="int4"), replace(bf16(), kv_dtype="int4")),
+    ),
     **{
         f"kv-{prefill}-to-{decode}": Row(
             settings={

@@ -312,6 +312,9 @@ class Campaign:
         raised = {found[1] for at in own if (found := _RAISED.match(lines[at]))}
         if any(sign in lines[at] for at in own for sign in _WITHOUT_RANK) and raised <= _OF_A_LOST_RANK:
             self._excused += own
+        else:
+            self.report.problems.append(f"{name} lost a rank and raised {sorted(raised)}:")
+            self.report.problems += [lines[at] for at in own]
 
     async def _freed(self, name: str, dead: int, since: int, killed_s: float) -> tuple[float, list[dict[str, Any]]]:
         """When a peer held nothing more for a dead worker, in seconds from the kill; what it had under way with it."""

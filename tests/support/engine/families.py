@@ -45,6 +45,11 @@ class FamilyCase:
         """The architecture that the saved model says."""
         return self.saved.get("architectures", [self.architecture])[0]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are mixtures of experts."""
+        return "num_experts_per_tok" in self.changes
+
     def model(self, seed: int = 0, **sizes: Any) -> Any:
         """The model in transformers, with weights large enough that mistakes show."""
         import transformers
@@ -130,4 +135,38 @@ FAMILY_CASES = (
         norms_around=0.0,
         layers=6,
     ),
+    FamilyCase("mixtral", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    FamilyCase(
+        "qwen2-moe",
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 112,
+            "mlp_only_layers": [2],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 3,
+        },
+        layers=4,
+    ),
+    FamilyCase(
+        "qwen3-moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    FamilyCase(
+        "olmoe",
+        "OlmoeForCausalLM",
+        {"num_experts": 7, "num_experts_per_tok": 4, "attention_bias": True, "norm_topk_prob": False},
+    ),
 )
+DENSE_CASES = tuple(case for case in FAMILY_CASES if not case.has_experts)

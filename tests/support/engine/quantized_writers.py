@@ -149,10 +149,17 @@ def packed_int(
 
 
 def plain_int8(
-    rng: np.random.Generator, rows: int, columns: int, *, strategy: str, symmetric: bool = True, group: int = 32
+    rng: np.random.Generator,
+    rows: int,
+    columns: int,
+    *,
+    strategy: str,
+    symmetric: bool = True,
+    group: int = 32,
+    bits: int = 8,
 ) -> Written:
-    """compressed-tensors' int-quantized."""
-    codes = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
+    """compressed-tensors' int-quantized: codes of fewer bits are in bytes, too."""
+    codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns)).astype(np.int8)
     shape = {"tensor": (1,), "channel": (rows, 1), "group": (rows, columns // group)}[strategy]
     scale = scales(rng, *shape).astype(np.float32)
     zeros = np.zeros(shape, np.int8) if symmetric else rng.integers(-128, 128, shape).astype(np.int8)
@@ -202,6 +209,27 @@ def microscaling(rng: np.random.Generator, rows: int, columns: int, *, blocks: b
         packed = packed.reshape(rows, columns // 32, 16)
         return {"weight_blocks": tensor(packed), "weight_scales": tensor(exponents)}, tensor(values)
     return {"weight_packed": tensor(packed), "weight_scale": tensor(exponents)}, tensor(values)
+
+
+def microscaled8(rng: np.random.Generator, rows: int, columns: int) -> Written:
+    """compressed-tensors' mxfp8-quantized."""
+    parts, values = float8(rng, rows, columns, kind="powers", block=(1, 32))
+    return parts | {"weight_scale": parts["weight_scale"].view(torch.uint8)}, values
+
+
+def nvfp4(rng: np.random.Generator, rows: int, columns: int) -> Written:
+    """compressed-tensors' nvfp4-pack-quantized."""
+    codes = rng.integers(0, 16, (rows, columns))
+    stored = torch.from_numpy(rng.uniform(1.0, 448.0, (rows, columns // 16)).astype(np.float32)).to(torch.float8_e4m3fn)
+    overall = np.float32(rng.uniform(2000.0, 20000.0))
+    table = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
+    values = table[codes] * (stored.float().numpy() / overall).repeat(16, 1)
+    parts = {
+        "weight_packed": tensor((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)),
+        "weight_scale": stored,
+        "weight_global_scale": torch.tensor([float(overall)]),
+    }
+    return parts, tensor(values)
 
 
 def bitsandbytes4(rng: np.random.Generator, rows: int, columns: int, *, nested: bool, kind: str = "nf4") -> Written:
@@ -324,6 +352,17 @@ FORMATS: dict[str, WrittenFormat] = {
         packed_int,
         {"bits": 8, "group": None},
     ),
+    **{
+        f"w{bits}a16": WrittenFormat(
+            _compressed(
+                "pack-quantized", num_bits=bits, type="int", symmetric=bits > 5, strategy="group", group_size=32
+            ),
+            packed_int,
+            {"bits": bits, "group": 32, "symmetric": bits > 5},
+            f"compressed-tensors pack-quantized, {bits} bits",
+        )
+        for bits in (3, 5, 6, 7)
+    },
     "w8a8": WrittenFormat(
         _compressed("int-quantized", _TOKENS, **_INT8), plain_int8, {"strategy": "channel"}, "int-quantized"
     ),
@@ -353,6 +392,26 @@ FORMATS: dict[str, WrittenFormat] = {
         _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
         microscaling,
         {"blocks": False},
+    ),
+    "ct-mxfp8": WrittenFormat(
+        _compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
+        microscaled8,
+        {},
+        "compressed-tensors mxfp8-quantized, 8 bits, groups of 32",
+    ),
+    "ct-nvfp4": WrittenFormat(
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        nvfp4,
+        {},
+        "compressed-tensors nvfp4-pack-quantized, 4 bits, groups of 16",
+    ),
+    "w4afp8": WrittenFormat(
+        _compressed(
+            "int-quantized", _TOKENS | {"type": "float"}, num_bits=4, type="int", strategy="group", group_size=32
+        ),
+        plain_int8,
+        {"strategy": "group", "bits": 4},
+        "compressed-tensors int-quantized, 4 bits",
     ),
     "fp8-tensor": WrittenFormat({"quant_method": "fp8", "activation_scheme": "static"}, float8, {}, "FP8, scales of"),
     "fp8-row": WrittenFormat({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, float8, {"kind": "row"}),
@@ -411,7 +470,28 @@ PROJECTIONS = {
 }
 
 
-def write_llama(path: Path, written: WrittenFormat, *, num_layers: int = 1, seed: int = 0) -> Path:
+NUM_EXPERTS = 3
+_EXPERT = {"w1": (_INNER, _HIDDEN), "w3": (_INNER, _HIDDEN), "w2": (_HIDDEN, _INNER)}
+_EXPERTS = "block_sparse_moe.experts"
+EXPERT_MATRICES = {name: shape for name, shape in PROJECTIONS.items() if not name.startswith("mlp.")} | {
+    f"{_EXPERTS}.{index}.{name}": shape for index in range(NUM_EXPERTS) for name, shape in _EXPERT.items()
+}
+
+
+def write_mixtral(path: Path, written: WrittenFormat) -> Path:
+    """Write a tiny Mixtral likewise; its router is stored dense, as tools do."""
+    return write_llama(path, written, matrices=EXPERT_MATRICES, architecture="MixtralForCausalLM")
+
+
+def write_llama(
+    path: Path,
+    written: WrittenFormat,
+    *,
+    num_layers: int = 1,
+    seed: int = 0,
+    matrices: dict[str, tuple[int, int]] = PROJECTIONS,
+    architecture: str = "LlamaForCausalLM",
+) -> Path:
     """Write a tiny Llama to `path/quantized`, and the same with restored weights to `path/dense`. Returns `path`."""
     rng = np.random.default_rng(seed)
     shared: dict[str, Tensor] = {
@@ -425,12 +505,16 @@ def write_llama(path: Path, written: WrittenFormat, *, num_layers: int = 1, seed
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shared[f"{prefix}{norm}.weight"] = tensor(rng.normal(1, 0.1, _HIDDEN).astype(np.float32))
-        for name, (rows, columns) in PROJECTIONS.items():
+        if matrices is EXPERT_MATRICES:
+            router = rng.normal(0, 0.3, (NUM_EXPERTS, _HIDDEN)).astype(np.float32)
+            shared[f"{prefix}block_sparse_moe.gate.weight"] = tensor(router)
+        for name, (rows, columns) in matrices.items():
             parts, values = written.matrix(rng, rows, columns)
             stored |= {f"{prefix}{name}.{part}": value for part, value in parts.items()}
             dense[f"{prefix}{name}.weight"] = values
     config = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [architecture],
+        "num_local_experts": NUM_EXPERTS,
         "hidden_size": _HIDDEN,
         "intermediate_size": _INNER,
         "num_hidden_layers": num_layers,

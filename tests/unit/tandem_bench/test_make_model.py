@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 
 from engine.model.config import load_model_config
 from tandem_bench import make_model
 from tandem_bench.make_model import cached_model, make_tokenizer, write_model
 from tandem_bench.shapes import SHAPES, random_tensor, random_tensors
+from tests.support.engine.paged_harness import Session, load_plain, reference_logits
 
 TINY = SHAPES["tiny"]
 
@@ -21,7 +23,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "billions"), [("0.04b", 0.04), ("0.5b", 0.44), ("1b", 1.24), ("8b", 8.03)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("0.04b", 0.04), ("0.5b", 0.44), ("0.9b-moe", 0.92), ("1b", 1.24), ("8b", 8.03)]
+)
 def test_model_shapes_have_stated_size(name: str, billions: float) -> None:
     assert SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.006)
 
@@ -98,3 +102,12 @@ def test_model_cache_is_made_once_and_atomically(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="disk full"):
         cached_model(TINY, seed=2)
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, cached_model(TINY, seed=1).name}
+
+
+def test_random_mixture_of_experts_computes_as_transformers_does(tmp_path: Path) -> None:
+    write_model(tmp_path, SHAPES["tiny-moe"], dtype="float32")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = list(range(3, 30))
+    session = Session(load_plain(tmp_path))
+    ours = session.logits(session.request(tokens), len(tokens))
+    torch.testing.assert_close(ours, reference_logits(reference, tokens), atol=1e-4, rtol=0.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 
 import pytest
 
@@ -57,3 +58,32 @@ async def test_call_that_nobody_awaits_is_reported_once() -> None:
     await host.stop()
     assert not reported
     assert [type(fault) for fault in faults] == [ArithmeticError]
+
+
+async def test_call_whose_caller_was_cancelled_is_not_reported_when_the_engine_fails() -> None:
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(repr(context["exception"])))
+    host = EngineHost(parts(), on_fatal=lambda _fault: None)
+    host.start(on_output=lambda _: None, ports=tuple)
+    is_cancelled = threading.Event()
+
+    def fail(_scheduler: Scheduler) -> None:
+        is_cancelled.wait(10.0)
+        raise ArithmeticError("a bug")
+
+    async def ask() -> None:
+        await host.call(fail)
+
+    asking = [asyncio.ensure_future(ask()) for _ in range(2)]
+    await asyncio.sleep(0)
+    for one in asking:
+        one.cancel()
+    await asyncio.wait(asking)
+    is_cancelled.set()
+    with pytest.raises(InternalError, match="the engine has failed"):
+        await host.call(lambda _scheduler: None)
+    await host.stop()
+    del asking
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not reported

@@ -65,6 +65,7 @@ struct Signature {
 // Of the kernels that a decoder layer is made of.
 constexpr Signature kSignatures[] = {
     {"ppiipii", Call<Pointer, Pointer, Int, Int, Pointer, Int, Int>::invoke},          // projections
+    {"ppiippii", Call<Pointer, Pointer, Int, Int, Pointer, Pointer, Int, Int>::invoke},  // mixtures of experts
     {"pippiifi", Call<Pointer, Int, Pointer, Pointer, Int, Int, Real, Int>::invoke},   // norm
     {"pipppiifi", Call<Pointer, Int, Pointer, Pointer, Pointer, Int, Int, Real, Int>::invoke},  // addition and norm
     {"ppippf", Call<Pointer, Pointer, Int, Pointer, Pointer, Real>::invoke},           // rotation and write

@@ -44,7 +44,7 @@ class Mxfp4Format:
 
     def matrix(self, module: str, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> StoredMatrix:
         exponents = parts["weight_scales"]
-        return mxfp4_matrix(shape, parts["weight_blocks"].flatten(1), power_of_two(module, "weight_scales", exponents))
+        return fp4_matrix(shape, parts["weight_blocks"].flatten(1), power_of_two(module, "weight_scales", exponents))
 
 
 def parse_mxfp4(fields: Fields, raw: Mapping[str, Any]) -> Mxfp4Format:
@@ -53,11 +53,11 @@ def parse_mxfp4(fields: Fields, raw: Mapping[str, Any]) -> Mxfp4Format:
     return Mxfp4Format()
 
 
-def num_groups(module: str, name: str, columns: int) -> int:
+def num_groups(module: str, name: str, columns: int, group_size: int = GROUP_SIZE) -> int:
     """Groups of a row. Raises ConfigError where the columns are not whole groups."""
-    if columns % GROUP_SIZE:
-        raise damaged(module, name, f"has {columns} columns by config.json, which are no multiple of {GROUP_SIZE}")
-    return columns // GROUP_SIZE
+    if columns % group_size:
+        raise damaged(module, name, f"has {columns} columns by config.json, which are no multiple of {group_size}")
+    return columns // group_size
 
 
 def power_of_two(module: str, name: str, exponents: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def power_of_two(module: str, name: str, exponents: Tensor) -> Tensor:
     return torch.tensor([2.0 ** (e - _EXPONENT_BIAS) for e in range(_NOT_A_NUMBER)])[exponents.long()]
 
 
-def mxfp4_matrix(shape: tuple[int, int], codes: Tensor, scale: Tensor) -> Table16Matrix:
-    """Make the matrix of packed codes `[rows, columns / 2]` and float32 scales `[rows, groups]`."""
+def fp4_matrix(shape: tuple[int, int], codes: Tensor, scale: Tensor, *, group_size: int = GROUP_SIZE) -> Table16Matrix:
+    """Make the matrix of packed E2M1 `[rows, columns / 2]` and float32 scales `[rows, groups]`."""
     positive = torch.tensor(_POSITIVE)
     return Table16Matrix(
-        num_columns=shape[1], codes=codes, table=torch.cat((positive, -positive)), scale=scale, group_size=GROUP_SIZE
+        num_columns=shape[1], codes=codes, table=torch.cat((positive, -positive)), scale=scale, group_size=group_size
     )

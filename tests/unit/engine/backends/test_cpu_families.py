@@ -87,6 +87,8 @@ CALLS = {
     "glm4": 10,
     "gemma2": 11,  # GELU's gate is a call of its own
     "gemma3": 11,
+    "mixtral": 7,  # experts are one call
+    "olmoe": 9,  # norms of queries and of keys
 }
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from engine.kernels.cpu import build
-from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import (
     Arithmetic,
     Epilogue,
@@ -18,7 +17,7 @@ from engine.kernels.cpu.gemm import (
     stored_arithmetic,
     supports,
 )
-from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
+from engine.kernels.cpu.library import CpuFeatures, KernelLibrary
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.packing import pack_nibbles
@@ -42,14 +41,6 @@ WHOLE = tuple(arithmetic for arithmetic in ALL if arithmetic not in QUANTIZED)
 GROUPED = tuple(one for one in Arithmetic if one.has_groups)
 HALVES = (Arithmetic.INT8_HALVES, Arithmetic.INT8_OFFSET_HALVES)
 GROUP = 32
-
-
-@pytest.fixture(scope="module")
-def library():
-    try:
-        return load_kernels()
-    except KernelsUnavailable as missing:
-        pytest.skip(str(missing))
 
 
 def pack(library, arithmetic, weight, bias=None, epilogue=Epilogue.STORE, num_threads=2):
@@ -418,7 +409,30 @@ def test_cpu_gemm_codes_of_floats_multiply_as_their_values_do(library, arithmeti
             values(x.float(), expected)
             if epilogue is Epilogue.ADD:  # the product is rounded first
                 expected = 1.0 + expected.to(linear.out_dtype).float()
-            assert torch.equal(found, expected.to(linear.out_dtype)), (columns, depth, num_rows)
+            same = torch.equal(without_subnormals(found), without_subnormals(expected.to(linear.out_dtype)))
+            assert same, (columns, depth, num_rows)
+
+
+def without_subnormals(values):
+    """AVX512_BF16 rounds numbers below the least normal one to zero, torch does not: gates of about -88 make some."""
+    return values.where(values.abs() >= torch.finfo(values.dtype).tiny, 0.0)
+
+
+def test_cpu_gemm_gate_below_the_least_normal_number_is_zero_or_rounded(library):
+    needs(Arithmetic.FP8)
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    codes[:, 0] = 0x38  # 1.0
+    matrix = Fp8Matrix(
+        codes=codes.view(torch.float8_e4m3fn), scale=torch.tensor([[1.0], [1e-4]]), block_rows=32, block_columns=128
+    )
+    linear = pack(library, Arithmetic.FP8, matrix, epilogue=Epilogue.GATED)
+    x, found = torch.zeros(2, 64).bfloat16(), torch.ones(2, 32).bfloat16()
+    x[0, 0], x[1, 0] = -88.0, -80.0
+    linear(x, found)
+    expected = (x[:, 0].double() * 1e-4 * x[:, 0].double() * x[:, 0].double().exp()).float()
+    assert 0.0 < expected[0] < torch.finfo(torch.bfloat16).tiny < expected[1]
+    assert (found[0] == 0.0).all() or torch.allclose(found[0].float(), expected[0], rtol=0.01, atol=0.0)
+    assert torch.allclose(found[1].float(), expected[1], rtol=0.01, atol=0.0)
 
 
 def test_cpu_gemm_codes_of_floats_take_little_more_than_their_bits(library):

@@ -17,6 +17,7 @@ from engine.model.config import parse_model_config
 from engine.model.loader import load_model
 from engine.model.memory_budget import estimate_workspace_bytes, kv_layout, plan_memory
 from engine.model.parallel_group import SoloGroup
+from engine.types.request import BlockTable
 from tandem.errors import ConfigError
 from tandem.values.kv_layout import QUANTISED_DTYPES, KVLayout
 from tests.support.engine.paged_harness import (
@@ -262,6 +263,24 @@ def test_kv_codes_deterministic_cache_is_bitwise_reproducible(paths, dtype, kv_d
         seen.append((logits, session.cache.tensor[:, blocks].clone(), scales))
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_codes_logits_behind_a_cached_prefix_are_those_of_the_whole_prompt(paths, dtype, kv_dtype):
+    model = load_model(paths["Qwen3ForCausalLM"], backend=backend(dtype=dtype, kv_dtype=kv_dtype, deterministic=True))
+    session = Session(model, block_size=16, kv_dtype=kv_dtype)
+    tokens = random_tokens(random.Random(4), 45)
+    expected = session.logits(session.request(tokens), 45)
+    # Another prompt wrote the two blocks that both begin with, in other chunks, and went on otherwise.
+    other = session.request([*tokens[:32], *random_tokens(random.Random(5), 13)])
+    for count in (7, 1, 24, 13):
+        session.logits(other, count)
+    hit = session.request(tokens)
+    hit.block_table = BlockTable([*list(other.block_table)[:2], *list(hit.block_table)[2:]])
+    hit.num_computed_tokens = 32
+    found = torch.cat([session.logits(hit, count) for count in (1, 12)])
+    assert torch.equal(found, expected[32:])
 
 
 # Scales that come with a model.

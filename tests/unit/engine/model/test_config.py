@@ -100,6 +100,7 @@ def test_end_tokens_prefer_generation_config():
         ({"attention_bias": "yes"}, "attention_bias"),
         ({"dtype": "int8"}, "dtype"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quip_params": {"codebook": "E8P12"}}, "quip_params says that weights are stored as QuIP#"),
         ({"eos_token_id": 100}, r"^config.json: eos_token_id must be .* below vocab_size 100, is 100$"),
         (
             {"eos_token_id": 100, "generation": {"eos_token_id": 1}},

@@ -10,6 +10,7 @@ import torch
 from engine.model.config import parse_model_config
 from engine.model.families.registry import FAMILIES
 from engine.model.parameters import parameter_table
+from engine.model.shard import Shard
 from engine.model.spec import ModelSpec
 from engine.types.request import BlockTable
 from tandem.errors import ConfigError
@@ -106,7 +107,7 @@ def test_families_read_minimal_configurations(architecture: str) -> None:
 
 def test_unsupported_architecture_is_refused_with_all_that_are() -> None:
     with pytest.raises(ConfigError) as refused:
-        parse("MixtralForCausalLM")
+        parse("DeepseekV3ForCausalLM")
     message = str(refused.value)
     assert "\n" not in message
     assert all(name in message for name in FAMILIES)
@@ -141,6 +142,23 @@ def test_unsupported_architecture_is_refused_with_all_that_are() -> None:
         ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "full_attention must be an object"),
         ("Gemma3ForCausalLM", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        (
+            "MixtralForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 5},
+            r"num_experts_per_tok must be .* \[1, 4\]",
+        ),
+        ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts must be an integer in"),
+        (
+            "Qwen3MoeForCausalLM",
+            {"num_experts": 4, "num_local_experts": 8},
+            "num_experts and num_local_experts must be the same number",
+        ),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of numbers of layers"),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        ("Qwen2MoeForCausalLM", {"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
     ],
 )
@@ -149,6 +167,49 @@ def test_families_refuse_what_is_not_implemented_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         parse(architecture, **changes)
+
+
+def test_mixture_layers_are_those_that_the_file_names() -> None:
+    def sparse(**changes: Any) -> list[bool]:
+        return [layer.moe is not None for layer in parse("Qwen3MoeForCausalLM", **changes).layers]
+
+    assert sparse() == [True] * 4
+    assert sparse(mlp_only_layers=[0, 3]) == [False, True, True, False]
+    assert sparse(decoder_sparse_step=2) == [False, True, False, True]
+    assert sparse(decoder_sparse_step=2, mlp_only_layers=[1]) == [False, False, False, True]
+    assert parse("Qwen3MoeForCausalLM", mlp_only_layers=[0, 1, 2, 3]).moe is None
+
+
+@pytest.mark.parametrize("changes", [{"num_experts_per_tok": 3}, {"norm_topk_prob": True}, {"mlp_only_layers": [2]}])
+def test_mixture_is_part_of_the_digest(changes: dict[str, Any]) -> None:
+    assert parse("Qwen3MoeForCausalLM").digest() != parse("Qwen3MoeForCausalLM", **changes).digest()
+    assert parse("Qwen3MoeForCausalLM").digest() == parse("Qwen3MoeForCausalLM").digest()
+
+
+def test_mixture_counts_the_operations_of_chosen_experts() -> None:
+    sizes = {"num_experts": 10, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    dense = parse("Qwen3ForCausalLM", intermediate_size=32, head_dim=16).flops_per_token
+    routers = 2 * 4 * 10 * 64
+    assert parse("Qwen3MoeForCausalLM", **sizes).flops_per_token == dense + routers
+    shared = {**sizes, "shared_expert_intermediate_size": 96}
+    more = 2 * 4 * 64 * (3 * 96 + 1)
+    assert parse("Qwen2MoeForCausalLM", **shared).flops_per_token == dense + routers + more
+
+
+def test_experts_that_ranks_cannot_share_are_refused_by_field() -> None:
+    for architecture, changes, field in (
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 15}, "moe_intermediate_size, which is 15"),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 15},
+            "shared_expert_intermediate_size, which is 15",
+        ),
+        ("Qwen3MoeForCausalLM", {"intermediate_size": 15, "mlp_only_layers": [1]}, "intermediate_size, which is 15"),
+        ("MixtralForCausalLM", {"intermediate_size": 15}, "config.json's intermediate_size, which is 15"),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            Shard(parse(architecture, **changes), rank=0, size=2)
+    Shard(parse("Qwen3MoeForCausalLM", intermediate_size=15), rank=0, size=2)  # no layer has such an MLP
 
 
 def test_gemma3_reads_the_older_layout_of_its_rotations() -> None:

@@ -26,7 +26,7 @@ from engine.quantize.model_quantizer import QuantizedModel, quantize_model
 from engine.quantize.rounding import round_groups, round_rows
 from engine.quantize.settings import Method, QuantizationSettings, Scheme
 from tandem.errors import ConfigError
-from tests.support.engine.families import FAMILY_CASES, FamilyCase
+from tests.support.engine.families import DENSE_CASES, FAMILY_CASES, FamilyCase
 from tests.support.engine.paged_harness import Session, load_plain, needs, random_tokens
 from tests.support.engine.quantized_writers import FORMATS, PROJECTIONS, write_llama
 
@@ -178,7 +178,7 @@ def test_quantized_directory_is_multiplied_as_it_is_stored(kind: tuple, dense: P
     assert load_model(tmp_path / "out", backend=select_backend(options)).num_kept == 14
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DENSE_CASES, ids=lambda case: case.name)
 def test_quantized_families_serve(case: FamilyCase, tmp_path: Path) -> None:
     case.save(case.model(num_hidden_layers=case.layers or 2), tmp_path / "dense")
     exact = logits(tmp_path / "dense")
@@ -195,6 +195,15 @@ def test_quantized_families_serve(case: FamilyCase, tmp_path: Path) -> None:
         assert bool(is_down) == (kind[0] is Scheme.INT4)
         error = (logits(out) - exact).square().mean().sqrt() / exact.std()
         assert error < (0.1 if kind[0] is Scheme.INT8 else 0.5)
+
+
+def test_quantize_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    case = next(case for case in FAMILY_CASES if case.name == "mixtral")
+    case.save(case.model(num_hidden_layers=1), tmp_path / "dense")
+    with pytest.raises(
+        ConfigError, match="MixtralForCausalLM has mixtures of experts, which are not quantized to files"
+    ):
+        quantize(tmp_path / "dense", tmp_path / "out", *KINDS[0])
 
 
 def test_quantized_model_keeps_the_scales_of_an_fp8_cache(dense: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from engine.model.config import load_model_config
 from engine.model.parameters import StoredPart, parameter_table
 from engine.quantize.rounding import round_rows
 from engine.quantize.smoothing import fold, norm_readers, smoothing_factors
-from tests.support.engine.families import FAMILY_CASES, FamilyCase
+from tests.support.engine.families import DENSE_CASES, FamilyCase
 from tests.support.engine.paged_harness import Session, load_plain, random_tokens
 
 PROJECTIONS = ("qkv", "gate_up", "output", "down")
@@ -38,7 +38,7 @@ def smooth(folder: Path, seed: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DENSE_CASES, ids=lambda case: case.name)
 def test_smoothed_model_computes_the_same(case: FamilyCase, tmp_path: Path) -> None:
     case.save(case.model(num_hidden_layers=case.layers or 2), tmp_path)
     tokens = random_tokens(random.Random(case.name), 30)

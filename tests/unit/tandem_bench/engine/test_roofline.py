@@ -56,3 +56,12 @@ def test_roofline_quantized_weights(bits: int, gb: float) -> None:
     # Keys and values stay as they are.
     grown = cost.decode_step_bytes(2, 100.0) - cost.decode_step_bytes(1, 100.0)
     assert grown == 200 * cost.kv_numbers_per_token
+
+
+def test_cost_of_a_mixture_counts_the_chosen_experts() -> None:
+    shape = SHAPES["0.9b-moe"]
+    cost = ModelCost.from_config(shape.model_config(), "bfloat16")
+    of_expert = 3 * shape.hidden_size * shape.intermediate_size
+    idle = shape.num_layers * (shape.num_experts - shape.experts_per_token) * of_expert
+    assert cost.streamed_weights == shape.num_parameters - idle
+    assert 2 * cost.layer_weights == shape.model_config().flops_per_token

@@ -103,9 +103,11 @@ def test_eval_builtin_model_quantized_at_load_keeps_its_limits(
     assert rows["needle.256.model"].value == rows["json.model"].value == 100.0
 
 
-def test_eval_quantized_cache_has_no_promised_divergence(evaluate: Evaluate) -> None:
-    code, rows = evaluate(BUILTIN, "--kv-dtype", "int8", "--dtype", "bfloat16", "--suite", "kl")
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_eval_quantized_cache_has_no_promised_divergence(kv_dtype: str, evaluate: Evaluate) -> None:
+    code, rows = evaluate(BUILTIN, "--kv-dtype", kv_dtype, "--dtype", "bfloat16", "--suite", "kl,json")
     assert code == 0
+    assert rows["json.model"].value == 100.0
     assert rows["kl.mean"].value > 0.0
     assert rows["kl.mean"].met is None
 

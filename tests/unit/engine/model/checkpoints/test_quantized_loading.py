@@ -36,6 +36,7 @@ AS_STORED = dict.fromkeys(
     (
         *("gptq-2", "gptq-3", "gptq-4", "gptq-8", "gptq-v2", "gptq-row", "awq"),
         *("w4a16", "w4a16-zeros", "w8a16", "w8a8", "w8a8-tensor", "w8a8-zeros", "w8-group"),
+        *("w3a16", "w5a16", "w6a16", "w7a16", "w4afp8"),
         *("ct-fp8-row", "fp8-tensor", "fp8-row"),
     ),
     len(PROJECTIONS),
@@ -311,6 +312,10 @@ def test_quantized_tensors_without_config_are_refused(folder: Callable[[str], Pa
         ("w8a8", "weight_scale", lambda t: t[:5], r"weight_scale has shape \[5, 1\], config.json implies \[64, 1\] or"),
         ("w8a8", "weight", lambda t: t.to(torch.uint8), r"q_proj\.weight is stored as U8, not as F32"),
         ("ct-mxfp4", "weight_scale", lambda t: t * 0 + 255, r"weight_scale has scales that are not finite"),
+        ("ct-mxfp8", "weight_scale", lambda t: t * 0 + 255, r"weight_scale has scales that are not finite"),
+        ("ct-nvfp4", "weight_global_scale", lambda t: t * 0, r"weight_scale has scales that are not finite"),
+        ("ct-nvfp4", "weight_global_scale", lambda _: None, r"weight_global_scale is missing"),
+        ("ct-nvfp4", "weight_scale", lambda t: t.float(), r"weight_scale is stored as F32, not as F8_E4M3"),
         ("fp8-block", "weight_scale_inv", lambda t: t[1:], r"weight_scale_inv has shape"),
         ("fp8-block", "weight_scale_inv", lambda _: None, r"weight_scale_inv is missing"),
         (
@@ -383,7 +388,17 @@ def test_bitsandbytes_damaged_state_is_refused(state: bytes, match: str, folder:
         ("awq", {"checkpoint_format": "gemv_fast"}, "checkpoint_format must be gemm"),
         ("awq", {"zero_point": False}, "zero_point must be true"),
         ("w4a16", {"format": "marlin-24"}, "format must be one of pack-quantized, int-quantized"),
-        ("w4a16", {"format": "nvfp4-pack-quantized"}, "is 'nvfp4-pack-quantized'"),
+        ("w4a16", {"format": "nvfp4-pack-quantized"}, "type is int, which is not stored as nvfp4-pack-quantized"),
+        (
+            "ct-nvfp4",
+            {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "group"}}}},
+            "strategy must be one of tensor_group, is 'group'",
+        ),
+        (
+            "ct-mxfp8",
+            {"config_groups": {"a": {"weights": {"type": "float", "group_size": 64}}}},
+            "group_size must be 32 for mxfp8-quantized, is 64",
+        ),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config' is not a setting of"),
         ("sparse-24", {"sparsity_config": {"format": "sparse-24-bitmask", "x": 1}}, "sparsity_config: 'x' is not a"),
         (
@@ -396,7 +411,7 @@ def test_bitsandbytes_damaged_state_is_refused(state: bytes, match: str, folder:
         ("w4a16", {"quantization_status": "frozen"}, "quantization_status must be one of compressed"),
         ("w4a16", {"config_groups": [1]}, "config_groups must be a non-empty object"),
         ("w4a16", {"config_groups": {"a": {"weights": 3}}}, "config_groups: a: weights must be an object"),
-        ("w4a16", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, "num_bits must be one of 2, 4, 8, is 3"),
+        ("w4a16", {"config_groups": {"a": {"weights": {"num_bits": 9}}}}, "num_bits must be one of 2, 3, .*, 8, is 9"),
         ("w4a16", {"config_groups": {"a": {"weights": {"strategy": "tensor_group"}}}}, "strategy must be one of"),
         ("w4a16", {"config_groups": {"a": {"weights": {"type": "float"}}}}, "type is float, which is not stored as"),
         (
