@@ -34,6 +34,7 @@ from engine.model.memory_budget import (
     kv_layout,
     plan_memory,
 )
+from engine.model.pooling_head import PoolingHead, load_pooling_head
 from engine.model.shard import Shard
 from engine.model.spec import ModelSpec
 from engine.runner.dry_run import measure_workspace_bytes
@@ -86,6 +87,8 @@ class EngineParts:
     """See `engine.stall`."""
     guides: Guides | None = None
     """Makes the guides of answers that follow a grammar."""
+    pooling_head: PoolingHead | None = None
+    """What follows the pooling of an embedding model or the last state of a classifier, if anything does."""
     gpus: tuple[int, ...] = ()
     """GPUs of the worker's ranks on this node, by the numbering of the process that started the worker."""
     gpu_sharers: int = 1
@@ -268,6 +271,7 @@ def _parts(
         gpus=spec.gpus or tuple(range(spec.ranks_here)),
         gpu_sharers=spec.gpu_sharers,
         guides=_guides(spec, config, limit_bytes),
+        pooling_head=load_pooling_head(spec.model_path, config.hidden_size),
     )
 
 

@@ -18,6 +18,7 @@ from router.access.access_files import AccessControl
 from router.access.tls import ServerTlsState
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.api.frontend import Frontend
+from router.api.relevance import completed
 from router.api.request.client_request import ModelInfo
 from router.api.request.generation_defaults import GenerationDefaults, load_generation_defaults
 from router.api.request.named_caches import CachedPrompts, NamedCaches
@@ -60,6 +61,7 @@ from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
 from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts
 from tandem.model_path import model_directory
+from tandem.pooling_model import JudgeStyle, PoolingModel, read_pooling_model
 from tandem.process.heartbeat import Heartbeat
 from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, router_main
 from tandem.rpc.cluster_credentials import open_credentials
@@ -88,6 +90,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
         defaults = await asyncio.to_thread(_generation_defaults, config.model)
+        pooling = await asyncio.to_thread(_pooling_model, config.model)
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.shared_folder is not None))
         tracer = _open_tracer(stack, config, place, lifetime)
         limits = _open_limits(stack, config, place, secret, incarnation := draw_incarnation())
@@ -98,8 +101,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
-        model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
-        tokenizer.check_fits(model.vocab_size)
+        model = _served_model(registry, tokenizer, defaults, pooling)
         metrics = make_metrics(config, model.name, access, cluster_state, room)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         if credentials is not None:
@@ -185,7 +187,8 @@ def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, m
     _collect_seldom()
     shown = reachable(where)
     addresses = {"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)}
-    heart.begin({**addresses, "has_chat_template": model.has_chat_template})
+    task: dict[str, str] = {} if model.pooling is None else {"task": model.pooling.task.value}
+    heart.begin({**addresses, "has_chat_template": model.has_chat_template, **task})
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 
 
@@ -422,6 +425,20 @@ def _generation_defaults(model: ModelSection) -> GenerationDefaults:
     if model.generation_config == "none":
         return GenerationDefaults()
     return load_generation_defaults(model_directory(model.path))
+
+
+def _pooling_model(model: ModelSection) -> PoolingModel | None:
+    style = None if model.reranker == "auto" else JudgeStyle(model.reranker)
+    return read_pooling_model(model_directory(model.path), style)
+
+
+def _served_model(
+    registry: WorkerRegistry, tokenizer: Tokenizer, defaults: GenerationDefaults, pooling: PoolingModel | None
+) -> ModelInfo:
+    """Describe the model by its workers and its files. Raises ConfigError where they do not fit each other."""
+    model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
+    tokenizer.check_fits(model.vocab_size)
+    return model if pooling is None else replace(model, pooling=completed(pooling, tokenizer, model.vocab_size))
 
 
 def _model_info(registry: WorkerRegistry) -> ModelInfo:

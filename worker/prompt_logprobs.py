@@ -1,4 +1,4 @@
-"""Prompt scoring at a worker of either kind: log probabilities of prompts that are not continued.
+"""Prompt scoring at a worker of either kind: log probabilities or pooled states of prompts that are not continued.
 
 Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error the worker
 sends Refused and the router tries another worker: partial results are not worth keeping.
@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from engine.types.prompt_logprobs import PromptScoringState
+from engine.model.pooling_head import PoolingHead
+from engine.types.prompt_logprobs import PromptPooling, PromptScoringState
 from engine.types.request import FinishReason, Request, SampledToken
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
-from tandem.protocol.wire import failure_to_pb, times_to_pb
+from tandem.protocol.wire import failure_to_pb, pooling_from_pb, times_to_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import HASH_BYTES
 from tandem.values.ids import BlockHash, RequestId
@@ -29,6 +30,7 @@ from worker.session_port import SessionPort
 _log = logging.getLogger(__name__)
 _VALUES_PER_MESSAGE = 16_384
 _MAX_ID_CHARS = 256
+_MAX_LABELS = 64
 _ENDS = {
     FinishReason.DEADLINE: DeadlineExceeded("the prompt's time ran out in the queue"),
     FinishReason.ABORT: InternalError("the engine ended the request"),
@@ -47,6 +49,7 @@ class _Task:
     request: Request
     queued_s: float = 0.0
     cached: CachedTokens = NO_CACHED_TOKENS
+    through_head: bool = False
     next_token: SampledToken | None = None
     """The most likely token with all requested alternatives, for an order that wants continuations."""
 
@@ -111,7 +114,8 @@ class PromptScoringOrders:
             if (error := _ENDS.get(event.finish_reason)) is not None:
                 _refuse(task.port, task.request_id, task.attempt, error)
                 continue
-            for part in _parts(task, self._host.parts.layout.worker_block_bytes):
+            head = self._host.parts.pooling_head if task.through_head else None
+            for part in _parts(task, self._host.parts.layout.worker_block_bytes, head):
                 task.port.send(pb.WorkerMessage(prompt_scores=part))
 
     def _begin(self, port: SessionPort, order: pb.ScorePrompt) -> None:
@@ -124,7 +128,13 @@ class PromptScoringOrders:
         except ServingError as error:
             _refuse(port, order.request_id, order.attempt, error)
             return
-        task = _Task(port=port, request_id=order.request_id, attempt=order.attempt, request=request)
+        task = _Task(
+            port=port,
+            request_id=order.request_id,
+            attempt=order.attempt,
+            request=request,
+            through_head=order.through_head,
+        )
         self._tasks[request.request_id] = self._by_order[task.order] = task
         self._idle.clear()
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
@@ -136,10 +146,23 @@ class PromptScoringOrders:
             if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
                 raise InvalidRequest(f"num_next must be in [1, {MAX_CONTINUATIONS}]", param="num_next")
             return None
-        num_top = order.num_top if order.HasField("num_top") else None
-        if num_top is not None and num_top > min(MAX_TOP_LOGPROBS, self._host.parts.model.vocab_size):
+        num_top, parts = order.num_top if order.HasField("num_top") else None, self._host.parts
+        if num_top is not None and num_top > min(MAX_TOP_LOGPROBS, parts.model.vocab_size):
             raise InvalidRequest(f"num_top must be at most {MAX_TOP_LOGPROBS}", param="num_top")
-        return PromptScoringState(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
+        labels = tuple(order.label_token_ids)
+        if len(labels) > _MAX_LABELS or any(label >= parts.model.vocab_size for label in labels):
+            bound = f"at most {_MAX_LABELS} token ids below the vocabulary's {parts.model.vocab_size}"
+            raise InvalidRequest(f"label_token_ids must be {bound}", param="label_token_ids")
+        if order.through_head and parts.pooling_head is None:
+            raise InvalidRequest("this model has no layers behind its pooling", param="through_head")
+        if order.num_skipped >= max(1, len(order.prompt_token_ids)):
+            raise InvalidRequest("num_skipped must leave a token to be pooled", param="num_skipped")
+        return PromptScoringState(
+            num_prompt_tokens=len(order.prompt_token_ids),
+            num_top=0 if labels else num_top,
+            pooling=PromptPooling(modes=pooling_from_pb(order.pooling), num_skipped=order.num_skipped),
+            label_token_ids=labels,
+        )
 
     def _request(self, order: pb.ScorePrompt) -> Request:
         num_next = order.num_next if order.HasField("num_next") else None
@@ -185,8 +208,8 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
     port.send(pb.WorkerMessage(refused=refused))
 
 
-def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
-    """All scores; the last part says that it is the last."""
+def _parts(task: _Task, block_bytes: int, head: PoolingHead | None) -> Iterator[pb.PromptScores]:
+    """All scores; the last part says that it is the last. `head`: what pooled states have to pass through."""
     scoring = task.request.scoring
     if scoring is None:
         top = () if task.next_token is None else task.next_token.top_logprobs
@@ -201,6 +224,9 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
     width, rows = scoring.num_top or 0, len(scoring.logprobs)
     step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
     last = max(0, rows - 1) // step * step
+    vector = scoring.vector() if scoring.num_top is None else ()
+    if head is not None and vector:
+        vector = head(vector)
     for begin in range(0, last + 1, step):
         end = min(rows, begin + step)
         part = pb.PromptScores(
@@ -210,7 +236,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
             ranks=scoring.ranks[begin:end],
             top_ids=scoring.top_ids[begin * width : end * width],
             top_logprobs=scoring.top_logprobs[begin * width : end * width],
-            mean=scoring.mean() if begin == last and scoring.num_top is None else (),
+            mean=vector if begin == last else (),
         )
         yield _with_times(part, task, block_bytes) if begin == last else part
 

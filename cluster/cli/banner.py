@@ -56,9 +56,9 @@ def print_banner(
         console.print(Text(f"note: {POOLS_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
-    chats = has_chat_template(processes)
-    console.out(curl_line(effective, model, chats=chats), highlight=False)
-    if not chats:
+    chats, task = has_chat_template(processes), served_task(processes)
+    console.out(curl_line(effective, model, chats=chats, task=task), highlight=False)
+    if not chats and task is None:
         console.print(Text(COMPLETES_NOTE, style="dim"), soft_wrap=True)
     console.print(f"\n{STOP_HINT}", style="dim")
 
@@ -91,12 +91,28 @@ def has_chat_template(processes: Sequence[ProcessView]) -> bool:
     return all(process.ready.get("has_chat_template", True) for process in processes)
 
 
-def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
-    """Return a streaming request to paste into a shell, without any key. `chats`: False for a plain completion."""
-    question = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
-    configured: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
-    body = {"model": model, **configured, "max_tokens": EXAMPLE_TOKENS, "stream": True}
-    url = f"{http_url(config)}/v1/{'chat/completions' if chats else 'completions'}"
+def served_task(processes: Sequence[ProcessView]) -> str | None:
+    """Return what the model makes in place of text, as the routers report it; None: it generates text."""
+    return next((str(task) for process in processes if (task := process.ready.get("task"))), None)
+
+
+def curl_line(config: ClusterConfig, model: str, *, chats: bool = True, task: str | None = None) -> str:
+    """Return a request to paste into a shell, without any key, streaming where text is generated.
+
+    `chats`: False for a plain completion; `task`: what the model makes in place of text.
+    """
+    generates = {"max_tokens": EXAMPLE_TOKENS, "stream": True}
+    body: dict[str, Any]
+    if task == "embed":
+        route, body = "embeddings", {"model": model, "input": EXAMPLE_QUESTION}
+    elif task is not None:
+        route, body = "rerank", {"model": model, "query": EXAMPLE_QUESTION, "documents": [EXAMPLE_BEGINNING]}
+    elif chats:
+        messages = [{"role": "user", "content": EXAMPLE_QUESTION}]
+        route, body = "chat/completions", {"model": model, "messages": messages, **generates}
+    else:
+        route, body = "completions", {"model": model, "prompt": EXAMPLE_BEGINNING, **generates}
+    url = f"{http_url(config)}/v1/{route}"
     parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
     if (tls := config.router.tls) is not None:
         parts.append("--cacert ca.pem" if tls.client_ca is None else "--cacert ca.pem --cert client.pem")

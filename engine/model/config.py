@@ -12,6 +12,7 @@ from engine.model.families.registry import parse_family
 from engine.model.files import ModelDirectory
 from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
+from tandem.pooling_model import read_pooling_model
 
 _MAX_EOS = 64
 _STORED_DTYPES = ("float32", "bfloat16", "float16")
@@ -26,6 +27,9 @@ def load_model_config(path: str | Path) -> ModelSpec:
     raw = directory.read_json("config.json")
     generation = directory.read_json("generation_config.json") if directory.has("generation_config.json") else {}
     config = parse_model_config(raw, generation)
+    pooling = read_pooling_model(directory.root)
+    if pooling is not None and not pooling.generates:
+        config = replace(config, tie_embeddings=True)  # such checkpoints seldom have an output head, and need none
     if (gguf := directory.gguf_path()) is None:
         return config
     if config.weight_format is not None:

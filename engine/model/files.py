@@ -54,6 +54,16 @@ class ModelDirectory:
         """Real path of a file by its plain name; ConfigError when it is missing, special, or outside."""
         if name != os.path.basename(name) or name in {"", ".", ".."} or "\0" in name:
             raise ConfigError(f"model directory: {name!r} is not a plain file name")
+        return self._resolve(name)
+
+    def resolve_in(self, folder: str, name: str) -> Path:
+        """Real path of a file in a folder of the directory, both by plain names. Raises as `resolve`."""
+        for part in (folder, name):
+            if part != os.path.basename(part) or part in {"", ".", ".."} or "\0" in part:
+                raise ConfigError(f"model directory: {part!r} is not a plain name")
+        return self._resolve(os.path.join(folder, name))
+
+    def _resolve(self, name: str) -> Path:
         real = Path(os.path.realpath(self.root / name))
         if not real.is_relative_to(self._allowed):
             raise ConfigError(f"model directory: {name} is a link out of the directory")

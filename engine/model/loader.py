@@ -25,9 +25,11 @@ from engine.model.layers.norm import HeadNorm, RowNorm, SplitRowNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
 from engine.model.parameters import LAYERS, StoredPart, expected_shapes, parameter_table
+from engine.model.pooling_head import SCORE_WEIGHT
 from engine.model.shard import Shard, TensorSlice
 from engine.model.spec import LayerSpec, ModelSpec, MoeSpec, NormKind, QKNorm
 from tandem.errors import ConfigError
+from tandem.pooling_model import CLASSIFIER
 from tandem.process.host_memory import return_freed_memory
 
 _log = logging.getLogger(__name__)
@@ -152,6 +154,8 @@ class _Loader:
         for name, shape in shapes.items():
             self._source.require(name, shape)
         ignored = {"lm_head.weight"} if self._config.tie_embeddings else set()
+        if self._config.architecture.endswith(CLASSIFIER):
+            ignored.add(SCORE_WEIGHT)  # `engine.model.pooling_head` reads it
         for i in range(self._config.num_layers):
             ignored |= all_scale_names(f"{LAYERS}{i}.self_attn.")
         unknown = sorted(

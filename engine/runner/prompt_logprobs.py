@@ -1,4 +1,4 @@
-"""Prompt logprobs on the device: scores the rows of a step that are not sampled from; sums hidden states as well.
+"""Prompt scoring on the device: scores the rows of a step that are not sampled from; pools hidden states as well.
 
 Logits are computed for a few rows at a time and discarded, so that a chunk costs no more memory than a batch that
 samples. Every rank makes the same calls; only rank 0 uses the results.
@@ -7,6 +7,7 @@ samples. Every rank makes the same calls; only rank 0 uses the results.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from engine.runner.device_queue import DeviceQueue, Staging
 from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import Batch, SampledToken
 from engine.types.runner import LaunchedStep
-from engine.types.step_inputs import StepInputs
+from engine.types.step_inputs import IntArray, StepInputs
 
 _SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**23}
 """Logits computed at a time, by device type; several tensors of this size exist at once."""
@@ -29,7 +30,7 @@ class RowScores:
     ranks: Tensor  # int64 [num_scores]
     top_ids: Tensor  # int64 [num_scores, most]
     top_logprobs: Tensor  # float32 [num_scores, most]
-    sums: Tensor  # float64 [num_pooling, hidden_size]
+    pooled: Tensor  # float64 [num_vectors, hidden_size]
 
 
 def score_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Staging) -> RowScores:
@@ -45,17 +46,25 @@ def score_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Stag
         logits = model.logits(hidden[begin:end])
         if following is not None and model.is_first_rank:
             parts.append(_scores(logits, following[begin:end], inputs.num_top))
-    counts = torch.bincount(torch.from_numpy(inputs.pooled[:, 1])).tolist() if len(inputs.pooled) else []
-    states = model.final_states(hidden[num_scores:]) if counts else hidden[:0]
-    sums = [rows.sum(0, dtype=torch.float64) for rows in torch.split(states, counts)] if counts else []
     logprobs, ranks, top_ids, top_logprobs = map(torch.cat, zip(*parts, strict=True)) if parts else [hidden[:0]] * 4
     return RowScores(
         logprobs=logprobs,
         ranks=ranks,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        sums=torch.stack(sums) if sums else hidden[:0],
+        pooled=_pooled(model, hidden[num_scores:], inputs.pooled, staging) if len(inputs.pooled) else hidden[:0],
     )
+
+
+def _pooled(model: Decoder, hidden: Tensor, pooled: IntArray, staging: Staging) -> Tensor:
+    """Pool hidden states, `[num_pooled, hidden_size]`. Returns float64 `[num_vectors, hidden_size]`."""
+    weights = staging.upload(pooled[:, 2].copy()).double()[:, None]
+    sizes = np.bincount(pooled[:, 1])
+    is_maximum = (pooled[np.cumsum(sizes) - sizes, 2] == 0).tolist()
+    counts: list[int] = sizes.tolist()
+    states = torch.split(model.final_states(hidden).double(), counts)
+    parts = zip(states, torch.split(weights, counts), is_maximum, strict=True)
+    return torch.stack([rows.amax(0) if largest else (rows * factors).sum(0) for rows, factors, largest in parts])
 
 
 def _scores(logits: Tensor, following: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,19 +86,23 @@ class PendingScores:
         """Begin the copies to the host, without waiting. `step`: the same step's samples."""
         self._step = step
         shares = [
-            (request.scoring, len(request.scoring.rows(start, num_tokens)))
+            (request.scoring, start, num_tokens)
             for request, start, num_tokens, *_ in batch.items
-            if request.scoring is not None
+            if request.scoring is not None and request.scoring.rows(start, num_tokens)
         ]
-        self._scoring = [(one, count) for one, count in shares if one.num_top is not None and count]
-        self._pooling = [(one, count) for one, count in shares if one.num_top is None and count]
+        self._scoring = [(one, one.num_entries(*rows)) for one, *rows in shares if one.num_top is not None]
+        self._pooling = [
+            (one, len(one.rows(*rows)), [place for place, _ in one.pooled_rows(*rows)])
+            for one, *rows in shares
+            if one.num_top is None
+        ]
         self._scores = [
             queue.download(tensor) for tensor in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
         ]
-        self._sums = queue.download(scores.sums)
+        self._pooled = queue.download(scores.pooled)
 
     def is_over(self) -> bool:
-        return self._step.is_over() and self._sums.is_here()
+        return self._step.is_over() and self._pooled.is_here()
 
     def tokens(self) -> Sequence[SampledToken | None]:
         """Wait for the step. When this returns, the scores of its rows have been added to their requests' `scoring`."""
@@ -99,8 +112,9 @@ class PendingScores:
         for scoring, count in self._scoring:
             _add_scores(scoring, [tensor[at : at + count] for tensor in scores])
             at += count
-        for (scoring, count), total in zip(self._pooling, self._sums.wait().tolist(), strict=True):
-            scoring.pooled(count, total)
+        vectors = iter(self._pooled.wait().tolist())
+        for scoring, count, places in self._pooling:
+            scoring.pool(count, [(place, next(vectors)) for place in places])
         return tokens
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.types.block_table import BlockTable
 from engine.types.request import Batch, BatchItem, Request
-from engine.types.step_inputs import IntArray, StepInputs, no_moves, no_slots, no_tables
+from engine.types.step_inputs import IntArray, StepInputs, no_moves, no_pooling, no_slots, no_tables
 from engine.types.windows import WindowTable
 from tandem.errors import InvariantError
 
@@ -62,7 +62,7 @@ class StepInputBuilder:
         window_tables, window_slots = self._gather_windows(ordered, needed, sequence, positions)
         last_row = np.empty(len(ordered), dtype=np.int64)
         last_row[order] = ends - 1
-        scores, pooled, num_top = no_moves(), no_moves(), 0
+        scores, pooled, num_top = no_moves(), no_pooling(), 0
         if any(item.request.scoring is not None for item in batch.items):
             scores, pooled, num_top = _rows_to_score(items, (last_row + 1 - np.array(counts_given)).tolist())
         token_ids = _gather_tokens(ordered, starts, counts, num_single)
@@ -197,18 +197,21 @@ def _expanded(items: Sequence[BatchItem]) -> tuple[Sequence[BatchItem], _Drafted
 def _rows_to_score(items: Sequence[BatchItem], first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
     """Arrays `scores` and `pooled`, in the items' order, and `num_top`; `first_rows`: each item's first row."""
     scores: list[tuple[int, int]] = []
-    pooled: list[tuple[int, int]] = []
-    num_top = num_pooling = 0
+    pooled: list[tuple[int, int, int]] = []
+    num_top = num_vectors = 0
     for (request, start, num_tokens, *_), first in zip(items, first_rows, strict=True):
         if (scoring := request.scoring) is None or not (rows := scoring.rows(start, num_tokens)):
             continue
         if scoring.num_top is None:
-            pooled += [(first + position - start, num_pooling) for position in rows]
-            num_pooling += 1
+            for place, wanted in scoring.pooled_rows(start, num_tokens):
+                pooled += [(first + at - start, num_vectors, scoring.weight(place, at)) for at in wanted]
+                num_vectors += 1
+        elif scoring.label_token_ids:
+            scores += [(first + at - start, label) for at in rows for label in scoring.label_token_ids]
         else:
             scores += [(first + position - start, request.token_ids[position + 1]) for position in rows]
             num_top = max(num_top, scoring.num_top)
-    return _pairs(scores), _pairs(pooled), num_top
+    return _pairs(scores), np.array(pooled, dtype=np.int64).reshape(-1, 3), num_top
 
 
 def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:

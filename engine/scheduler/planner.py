@@ -280,7 +280,8 @@ class StepPlanner:
         """Give a waiting request its blocks and a share of the step; False when the step has no tokens for it."""
         offloading, tiers, found = self._offloading, self._tiers, match.num_blocks
         num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
-        is_scored = request.scoring is not None  # its rows are scored one by one, which cached blocks cannot provide
+        # Rows that are scored one by one cannot be provided by cached blocks.
+        is_scored = request.scoring is not None and not request.scoring.may_reuse
         num_below = 0 if num_saved or is_scored or tiers is None else tiers.num_loadable_blocks(request, found)
         tail = None if num_saved or num_below or is_scored else self._in_flight.matching_tail(request, found)
         num_cached = (found + num_below) * self._blocks.block_size

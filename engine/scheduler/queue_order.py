@@ -69,7 +69,8 @@ class QueueOrder:
                 break
             scoring = request.scoring
             match = self._blocks.match(request, max_tokens=None if scoring is None else scoring.num_scored)
-            if scoring is None and self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
+            may_reuse = scoring is None or scoring.may_reuse
+            if may_reuse and self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
                 continue
             found.append(QueueCandidate(request=request, match=match))
             if match.num_blocks > found[best].match.num_blocks:

@@ -30,6 +30,11 @@ def no_slots() -> IntArray:
     return np.empty((0, 0), dtype=np.int64)
 
 
+def no_pooling() -> IntArray:
+    """An empty array of rows to pool, `[0, 3]`."""
+    return np.empty((0, 3), dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """Inputs of one step: `num_seqs` sequences in row order; `num_rows` tokens.
@@ -55,7 +60,8 @@ class StepInputs:
     feeds: IntArray = field(default_factory=no_moves)  # [num_feeds, 2], row whose token id only the device knows,
     # and which sample of the step before it is
     scores: IntArray = field(default_factory=no_moves)  # [num_scores, 2], row to read, token that follows it
-    pooled: IntArray = field(default_factory=no_moves)  # [num_pooled, 2], row to read, index of its request
+    pooled: IntArray = field(default_factory=no_pooling)  # [num_pooled, 3], row to read, index of its vector,
+    # factor in the vector's sum; 0: the vector is the rows' maximum
     num_top: int = 0
     """Most likely tokens to report for each scored row."""
     window_tables: IntArray = field(default_factory=no_tables)  # [num_window_groups, num_seqs, max_blocks], as

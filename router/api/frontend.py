@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from router.admission.queue_limits import PreparationLimit
 from router.api.answer.stream_ids import StreamIds
+from router.api.pooled_inputs import PooledInput
 from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
 from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
@@ -33,6 +34,7 @@ from router.text.tools import ToolUse
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from tandem.pooling_model import PoolingTask
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
@@ -133,9 +135,9 @@ class Frontend:
         return self._traced(one, fields)
 
     async def prepare_prompts(
-        self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
+        self, prompts: Sequence[str | tuple[int, ...] | PooledInput], fields: ClientRequest
     ) -> list[PreparedRequest]:
-        """Prepare plain prompts, each text or token ids. Raises as `prepare_chat`."""
+        """Prepare plain prompts, each text, token ids, or an input of a pooling model. Raises as `prepare_chat`."""
         if fields.structure is not None:
             fields = self._closed(fields, fields.structure)
         fields = self._with_defaults(fields)
@@ -162,7 +164,9 @@ class Frontend:
         check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
-    async def _prompt_ids(self, prompt: str | tuple[int, ...], fields: ClientRequest) -> Sequence[int]:
+    async def _prompt_ids(self, prompt: str | tuple[int, ...] | PooledInput, fields: ClientRequest) -> Sequence[int]:
+        if not isinstance(prompt, (str, tuple)):
+            return await prompt.token_ids(self.prompts)
         if fields.suffix is not None:
             return await self.prompts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
         if isinstance(prompt, tuple):
@@ -178,6 +182,9 @@ class Frontend:
         """Check every bound that needs no tokenizing."""
         if fields.model != self.model.name:
             self.check_model(fields.model)
+        if self.model.pooling is not None and not (self.model.pooling.generates or fields.is_pooled):
+            kind = "embeddings" if self.model.pooling.task is PoolingTask.EMBED else "relevance scores"
+            raise InvalidRequest(f"model: it makes {kind} and generates no text", param="model")
         if not 1 <= fields.num_choices <= self._config.max_choices:
             name, bound = fields.choices_param, f"an integer in [1, {self._config.max_choices}]"
             raise InvalidRequest(f"{name} must be {bound}, got {fields.num_choices}", param=name)

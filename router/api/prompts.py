@@ -172,6 +172,47 @@ class PromptReader(Collector):
             return encode()
         return await asyncio.to_thread(encode)
 
+    async def encode_pair(
+        self, text: str, pair: str | None, *, add_special_tokens: bool, kept: int | None, param: str
+    ) -> list[int]:
+        """Encode a text, or a pair of texts, of which at most `kept` tokens stay; see `Tokenizer.encode_pair`.
+
+        Raises InvalidRequest, ContextLengthExceeded.
+        """
+        if kept is not None:
+            # What is cut need not be read.
+            text, pair = text[: self._max_chars], None if pair is None else pair[: self._max_chars]
+        size = len(text) + len(pair or "")
+        self._check_size(len(text), param)
+        self._check_size(len(pair or ""), param)
+        encode = partial(
+            self._tokenizer.encode_pair, text, pair, add_special_tokens=add_special_tokens, kept=kept, param=param
+        )
+        return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
+
+    async def encode_judged(
+        self, turns: Sequence[Message], *, begins_answer: bool, options: TemplateOptions
+    ) -> list[int]:
+        """Encode a query and a document in the turns that a reranker's template has for them. Raises as `encode_chat`.
+
+        Their roles may be other than those of a conversation.
+        """
+        size = sum(turn.num_chars for turn in turns)
+        self._check_size(size, "documents")
+        encode = partial(
+            self._tokenizer.encode_chat,
+            turns,
+            add_generation_prompt=begins_answer,
+            max_chars=4 * self._max_chars,
+            options=options,
+        )
+        return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
+
+    def without_last_tokens(self, text: str, count: int) -> str:
+        """Cut a text by its last `count` tokens, and by at least one character."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.decode(ids[: max(0, len(ids) - count)], skip_special_tokens=False)[: len(text) - 1]
+
     def _check_size(self, chars: int, param: str) -> None:
         if chars > self._max_chars:
             context = f"the model's context of {self._model.max_model_len} tokens"

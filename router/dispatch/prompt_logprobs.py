@@ -23,6 +23,7 @@ from router.types.session_events import (
 from router.types.worker_view import WorkerKey
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
+from tandem.protocol.session_versions import POOLING_SINCE
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import RequestId
 from tandem.values.outputs import FinishReason, PhaseTimes
@@ -102,6 +103,9 @@ class PromptScorer:
         num_tokens = len(request.prompt_token_ids)
         # A worker that lost its session and is back in another one, as the same process, may be tried again.
         still = {key for key, port in excluded.items() if context.placer.registry.port(key) is port}
+        ask = request.scoring
+        if ask is not None and not ask.is_plain:
+            workers = [worker for worker in workers if worker.info.protocol_version >= POOLING_SINCE]
         found = choose_scoring_worker(workers, num_tokens, excluded=still, avoided=avoided, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
@@ -258,4 +262,8 @@ def _order(request: RoutedRequest, ask: PromptScoringRequest, attempt: int, now_
         hash_root=request.hash_root,
         priority=request.priority,
         timeout_s=None if request.deadline_s is None else max(0.0, request.deadline_s - now_s),
+        pooling=() if ask.is_plain else ask.pooling,
+        num_skipped=ask.num_skipped,
+        through_head=ask.through_head,
+        label_token_ids=ask.label_token_ids,
     )

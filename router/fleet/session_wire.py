@@ -41,6 +41,7 @@ from tandem.protocol.wire import (
     fill_sampling,
     finish_reason_from_pb,
     layout_from_pb,
+    pooling_to_pb,
     times_from_pb,
     token_from_pb,
     token_ids_to_bytes,
@@ -184,6 +185,10 @@ def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
         timeout_s=order.timeout_s,
         num_top=order.num_top,
         num_next=order.num_next,
+        pooling=pooling_to_pb(order.pooling),
+        num_skipped=order.num_skipped,
+        through_head=order.through_head,
+        label_token_ids=order.label_token_ids,
     )
     return pb.RouterMessage(score_prompt=score_prompt)
 

@@ -116,7 +116,12 @@ def _num(request: pb.GenerateRequest, name: str, default: Any = None) -> Any:
 
 
 _WithModel: TypeAlias = (
-    pb.GenerateRequest | pb.EmbedRequest | pb.TokenizeRequest | pb.DetokenizeRequest | pb.CreateCachedContentRequest
+    pb.GenerateRequest
+    | pb.EmbedRequest
+    | pb.ScoreRequest
+    | pb.TokenizeRequest
+    | pb.DetokenizeRequest
+    | pb.CreateCachedContentRequest
 )
 
 

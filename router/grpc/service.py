@@ -11,9 +11,10 @@ from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
 from router.api.answer.usage import CallUsage
 from router.api.cache_breakpoints import prepare_with_breakpoints
-from router.api.embeddings import MAX_INPUTS, Embedder
+from router.api.embeddings import MAX_INPUTS, Embedder, EmbeddingOptions
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService, prepare_named
+from router.api.relevance import RelevanceQuestion, RelevanceScorer
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.selected_choices import check_selection
@@ -66,6 +67,7 @@ class InferenceService(InferenceServicer):
         self._patterns = PatternSearch()
         self._cached = CachedContentCalls(frontend, self._named, self._read)
         self._embedder = Embedder(frontend, generator, most_values=_MOST_NUMBERS)
+        self._scorer = RelevanceScorer(frontend, generator, self._embedder)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream an answer; a client that cancels, or does not read, ends the request."""
@@ -97,8 +99,39 @@ class InferenceService(InferenceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         """Return one vector for each input."""
+        fields = self._pooling_fields(request, context)
+        options = EmbeddingOptions(
+            dimensions=request.dimensions if request.HasField("dimensions") else None,
+            prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
+            prompt=request.prompt if request.HasField("prompt") else None,
+            normalize=request.normalize if request.HasField("normalize") else None,
+        )
+        prepared = await self._embedder.prepare(self._inputs(request.inputs), fields, options)
+        vectors, usage = await self._embedder.embed(prepared, self._meter, options)
+        report = self._embedder.report
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=vector) for vector in vectors],
+            usage=pb.Usage(prompt_tokens=usage.prompt_tokens),
+            pooling=report.method,
+            trained_for_embeddings=report.is_trained,
+        )
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        """Return one score for each pair of texts."""
+        question = RelevanceQuestion(
+            queries=tuple(request.queries),
+            documents=tuple(request.documents),
+            query_param="queries",
+            document_param="documents",
+            instruction=request.instruction if request.HasField("instruction") else None,
+        )
+        scores, usage = await self._scorer.score(question, self._pooling_fields(request, context), self._meter)
+        return pb.ScoreResponse(scores=scores, usage=pb.Usage(prompt_tokens=usage.prompt_tokens))
+
+    def _pooling_fields(self, request: pb.EmbedRequest | pb.ScoreRequest, context: Any) -> ClientRequest:
+        """Authenticate the call, and convert the fields that such calls share."""
         caller = self._caller(request, context)
-        fields = ClientRequest(
+        return ClientRequest(
             model=model_of(request),
             priority=request.priority,
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
@@ -106,12 +139,9 @@ class InferenceService(InferenceServicer):
             trace=trace_of(context),
             by_operator=caller.operator,
             time_left_s=context.time_remaining(),
-        )
-        prepared = await self._embedder.prepare(self._inputs(request.inputs), fields)
-        vectors, usage = await self._embedder.embed(prepared, self._meter)
-        return pb.EmbedResponse(
-            embeddings=[pb.Embedding(values=vector) for vector in vectors],
-            usage=pb.Usage(prompt_tokens=usage.prompt_tokens),
+            truncate_prompt_tokens=request.truncate_prompt_tokens
+            if request.HasField("truncate_prompt_tokens")
+            else None,
         )
 
     def _inputs(self, inputs: Sequence[pb.EmbedInput]) -> list[str | tuple[int, ...]]:

@@ -9,8 +9,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from router.access.access_files import AccessControl
+from router.api.embeddings import Embedder
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService
+from router.api.relevance import RelevanceScorer
 from router.api.request.client_request import ModelInfo
 from router.http.admin.debug import DecisionRoutes, PinRoutes
 from router.http.admin.operations import OperatorRoutes, ReadinessSource, UsageRoutes, installed_version
@@ -20,11 +22,12 @@ from router.http.anthropic.messages import MESSAGES_PATH, MessagesRoutes
 from router.http.body.json_body import BodyBounds
 from router.http.google.cached_contents import CachedContentRoutes
 from router.http.openai.batches import BATCHES, FILES, BatchRoutes
-from router.http.openai.embeddings import EmbeddingRoutes
 from router.http.openai.generation import CHAT_PATH, COMPLETIONS_PATH, GenerationRoutes
 from router.http.openai.models_and_tokenize import TextRoutes
 from router.http.openai.responses.routes import RESPONSES_PATH, ResponsesRoutes
 from router.http.openapi.document import OpenApiDocument, operation_id
+from router.http.pooling.embeddings import EmbeddingRoutes
+from router.http.pooling.relevance import RelevanceRoutes
 from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess, check_access
 from router.http.routing.direct_routes import DirectRoutes
 from router.http.routing.error_answers import ErrorAnswers, MissingRoutes
@@ -123,12 +126,14 @@ def _routers(
 ) -> list[APIRouter]:
     frontend, metrics, clients = context.frontend, context.metrics, ClientAccess(guard)
     named = NamedCacheService.from_frontend(frontend)
+    embedder = Embedder(frontend, context.generator, most_values=config.max_answer_values)
     found = [
         OperatorRoutes(readiness, metrics).router(guard),
         GenerationRoutes(frontend, context.generator, metrics, named).router(clients),
         ResponsesRoutes(context).router(clients),
         MessagesRoutes(context).router(clients),
-        EmbeddingRoutes(frontend, context.generator, metrics, config).router(clients),
+        EmbeddingRoutes(frontend, embedder, metrics).router(clients),
+        RelevanceRoutes(frontend, RelevanceScorer(frontend, context.generator, embedder), metrics).router(clients),
         TextRoutes(frontend).router(clients),
         UsageRoutes(metrics.usage).router(clients),
     ]

@@ -100,6 +100,33 @@ class Tokenizer:
         check_text(text, "prompt")
         return self._encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_pair(
+        self, text: str, pair: str | None, *, add_special_tokens: bool, kept: int | None, param: str
+    ) -> list[int]:
+        """Encode a text, or two as the tokenizer joins a pair. Of more than `kept` tokens the last ones of the last
+        text are left out, while the tokenizer's own stay; None: all are kept.
+
+        Raises InvalidRequest as `encode`, and where the first text of a pair leaves no room for the second.
+        """
+        for one in (text, pair):
+            if one is not None:
+                check_text(one, param)
+        whole = self._library.encode(text, pair, add_special_tokens=add_special_tokens)
+        ids: list[int] = whole.ids
+        if kept is None or len(ids) <= kept:
+            return ids
+        num_own = self._library.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+        first = self._library.encode(text, add_special_tokens=False)
+        last = first if pair is None else self._library.encode(pair, add_special_tokens=False)
+        room = kept - num_own - (0 if pair is None else len(first.ids))
+        if room < 1:
+            raise InvalidRequest(f"{param}: {kept} tokens leave no room for it", param=param)
+        last.truncate(room)
+        cut: list[int] = self._library.post_process(
+            first, None if pair is None else last, add_special_tokens=add_special_tokens
+        ).ids
+        return cut
+
     def encode_chat(
         self,
         messages: Sequence[Message],

@@ -13,6 +13,7 @@ from tandem.telemetry.tracing import TraceContext
 from tandem.values.cached_chain import CachedChain
 from tandem.values.ids import BlockHash, RequestId, TransferId
 from tandem.values.outputs import FinishReason, PhaseTimes, PredictionUse, SampledToken
+from tandem.values.pooling import PoolingMode
 from tandem.values.prefix_holder import PrefixHolder
 from tandem.values.prefix_pin import PinKey, PinOrder
 from tandem.values.sampling import SamplingParams
@@ -129,6 +130,10 @@ class PromptScoringOrder(Struct, frozen=True, kw_only=True):
     hash_root: BlockHash
     priority: int
     timeout_s: float | None
+    pooling: tuple[PoolingMode, ...] = ()
+    num_skipped: int = 0
+    through_head: bool = False
+    label_token_ids: tuple[int, ...] = ()
 
 
 class PromptScoresPart(NamedTuple):

@@ -101,13 +101,29 @@ def _put_variables(request: pb.GenerateRequest, variables: Mapping[str, Template
             setattr(variable, _KINDS[type(value)], value)
 
 
-def embed_request(inputs: Sequence[Prompt], model: str | None, cache_salt: str | None) -> pb.EmbedRequest:
+def embed_request(
+    inputs: Sequence[Prompt],
+    model: str | None,
+    cache_salt: str | None,
+    prompt_name: str | None = None,
+    dimensions: int | None = None,
+) -> pb.EmbedRequest:
     """Build a request from texts or lists of token ids."""
     shown = [
         pb.EmbedInput(text=one) if isinstance(one, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=one))
         for one in inputs
     ]
-    return pb.EmbedRequest(model=model, inputs=shown, cache_salt=cache_salt)
+    return pb.EmbedRequest(
+        model=model, inputs=shown, cache_salt=cache_salt, prompt_name=prompt_name, dimensions=dimensions
+    )
+
+
+def score_request(
+    queries: str | Sequence[str], documents: Sequence[str], model: str | None, cache_salt: str | None
+) -> pb.ScoreRequest:
+    """Build a request from one query for all documents, or one for each."""
+    shown = [queries] if isinstance(queries, str) else queries
+    return pb.ScoreRequest(model=model, queries=shown, documents=documents, cache_salt=cache_salt)
 
 
 def tokenize_request(

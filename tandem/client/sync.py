@@ -17,7 +17,7 @@ import grpc
 from tandem.client.answers import Answer, CachedContent, Model, Piece, answer_of, cached_of, timing_of, vectors_of
 from tandem.client.base import ClientBase, failure_of, models_of
 from tandem.client.options import DEFAULT_OPTIONS, Options, Tool, Turn
-from tandem.client.requests import Prompt, chat_of, embed_request, generate_request, tokenize_request
+from tandem.client.requests import Prompt, chat_of, embed_request, generate_request, score_request, tokenize_request
 from tandem.v1 import inference_pb2 as pb
 
 
@@ -55,10 +55,32 @@ class Client(ClientBase):
         return self._pieces(generate_request(turns, options), options, {})
 
     def embed(
-        self, inputs: Sequence[Prompt], *, model: str | None = None, cache_salt: str | None = None
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        model: str | None = None,
+        cache_salt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
     ) -> list[list[float]]:
-        """Return a vector of length one for each text, or list of token ids. Raises ServingError."""
-        return vectors_of(self._ask("Embed", embed_request(inputs, model, cache_salt)))
+        """Return a vector for each text, or list of token ids. Raises ServingError.
+
+        `prompt_name`: the prompt of the model's files that stands in front of each text; `dimensions`: cut vectors.
+        """
+        request = embed_request(inputs, model, cache_salt, prompt_name, dimensions)
+        return vectors_of(self._ask("Embed", request))
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        model: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[float]:
+        """Return the relevance of each document for the query, or for the query at its place. Raises ServingError."""
+        answer = self._ask("Score", score_request(queries, documents, model, cache_salt))
+        return list(answer.scores)
 
     def tokenize(
         self,

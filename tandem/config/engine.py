@@ -54,6 +54,10 @@ class ModelSection(Section):
     generation_config: Literal["auto", "none"] = "auto"
     """Whether temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
     `generation_config.json` stand in for what a request leaves out; its end tokens always hold."""
+    reranker: Literal["auto", "qwen3"] = "auto"
+    """What /v1/rerank and /v1/score make of the model. `auto`: what its files say (docs/use/models.md); `qwen3`: it
+    judges as Qwen3-Reranker's model card says, which that model's first files do not tell: the probability of yes
+    against no after a query and a document."""
 
 
 class EngineSection(PinnedShares):

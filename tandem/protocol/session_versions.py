@@ -2,16 +2,18 @@
 
 A new kind of message, or a new value of an enumeration that the session carries, raises `SPOKEN.newest` and is listed
 here. 3: EndEarlierSessions, ScorePrompt, PromptScores, Pin, Unpin, PinResult. 4: HELLO has a range of versions.
-5: Submit has the prompt as bytes.
+5: Submit has the prompt as bytes. 6: ScorePrompt says how to pool, and may ask for the log probabilities of labels.
 """
 
 from collections.abc import Iterable, Mapping
 
 from tandem.protocol.version_negotiation import Dialect, VersionRange
 
-SPOKEN = VersionRange(oldest=3, newest=5)
+SPOKEN = VersionRange(oldest=3, newest=6)
 PROMPT_BYTES_SINCE = 5
 """The first version whose Submit has `prompt` in place of `prompt_token_ids`."""
+POOLING_SINCE = 6
+"""The first version whose ScorePrompt has `pooling` and `label_token_ids`: before it, the mean is what one gets."""
 
 DIRECT_TICKET_BYTES = 16
 """Size of the ticket with which a session goes on at a worker's direct port."""

@@ -2,6 +2,7 @@
 
 import sys
 from array import array
+from collections.abc import Iterable, Sequence
 
 from tandem.errors import (
     Cancelled,
@@ -24,6 +25,7 @@ from tandem.v1 import common_pb2 as pb
 from tandem.v1 import session_pb2
 from tandem.values.kv_layout import KVLayout
 from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.values.pooling import PoolingMode
 from tandem.values.sampling import SamplingParams
 
 _OPTIONAL_SAMPLING = (
@@ -274,3 +276,27 @@ def failure_from_pb(message: pb.Failure) -> ServingError:
     kind = _ERRORS.get(message.code, InternalError)
     retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
     return kind(message.message, retry_after_s=retry_after_s)
+
+
+_POOLING_TO_PB = {
+    PoolingMode.CLS: session_pb2.POOLING_MODE_CLS,
+    PoolingMode.MAX: session_pb2.POOLING_MODE_MAX,
+    PoolingMode.MEAN: session_pb2.POOLING_MODE_MEAN,
+    PoolingMode.MEAN_SQRT_LEN: session_pb2.POOLING_MODE_MEAN_SQRT_LEN,
+    PoolingMode.WEIGHTED_MEAN: session_pb2.POOLING_MODE_WEIGHTED_MEAN,
+    PoolingMode.LAST: session_pb2.POOLING_MODE_LAST,
+}
+_POOLING_FROM_PB: dict[int, PoolingMode] = {number: mode for mode, number in _POOLING_TO_PB.items()}
+
+
+def pooling_to_pb(modes: Iterable[PoolingMode]) -> "list[session_pb2.PoolingMode]":
+    """Encode ways of pooling."""
+    return [_POOLING_TO_PB[mode] for mode in modes]
+
+
+def pooling_from_pb(numbers: "Sequence[session_pb2.PoolingMode]") -> tuple[PoolingMode, ...]:
+    """Decode ways of pooling; none: the mean. Raises InvalidRequest for unknown or repeated ones."""
+    modes = tuple(_POOLING_FROM_PB[number] for number in numbers if number in _POOLING_FROM_PB)
+    if len(set(modes)) != len(numbers):
+        raise InvalidRequest("pooling must be of known modes, each at most once", param="pooling")
+    return modes or (PoolingMode.MEAN,)

@@ -44,6 +44,11 @@ class InferenceStub(object):
                 request_serializer=tandem_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/tandem.v1.Inference/Score',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/tandem.v1.Inference/Tokenize',
                 request_serializer=tandem_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -99,6 +104,12 @@ class InferenceServicer(object):
     def Embed(self, request, context):
         """Returns the mean of each input's last hidden states after the final norm, normalized to length 1.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -166,6 +177,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=tandem_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -262,6 +278,33 @@ class Inference(object):
             '/tandem.v1.Inference/Embed',
             tandem_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
             tandem_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Score',
+            tandem_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,9 +14,26 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class PoolingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_MODE_UNSPECIFIED: _ClassVar[PoolingMode]
+    POOLING_MODE_CLS: _ClassVar[PoolingMode]
+    POOLING_MODE_MAX: _ClassVar[PoolingMode]
+    POOLING_MODE_MEAN: _ClassVar[PoolingMode]
+    POOLING_MODE_MEAN_SQRT_LEN: _ClassVar[PoolingMode]
+    POOLING_MODE_WEIGHTED_MEAN: _ClassVar[PoolingMode]
+    POOLING_MODE_LAST: _ClassVar[PoolingMode]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+POOLING_MODE_UNSPECIFIED: PoolingMode
+POOLING_MODE_CLS: PoolingMode
+POOLING_MODE_MAX: PoolingMode
+POOLING_MODE_MEAN: PoolingMode
+POOLING_MODE_MEAN_SQRT_LEN: PoolingMode
+POOLING_MODE_WEIGHTED_MEAN: PoolingMode
+POOLING_MODE_LAST: PoolingMode
 
 class RouterMessage(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "reroute", "fetch_cache", "cache_offer_ended", "take_over", "resync", "orders", "end_earlier_sessions", "score_prompt", "pin", "unpin")
@@ -123,7 +140,7 @@ class Submit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ..., handle: _Optional[int] = ..., prompt: _Optional[bytes] = ..., prediction: _Optional[bytes] = ...) -> None: ...
 
 class ScorePrompt(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "hash_root", "priority", "timeout_s", "num_top", "num_next")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "hash_root", "priority", "timeout_s", "num_top", "num_next", "pooling", "num_skipped", "through_head", "label_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +149,10 @@ class ScorePrompt(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_FIELD_NUMBER: _ClassVar[int]
     NUM_NEXT_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    THROUGH_HEAD_FIELD_NUMBER: _ClassVar[int]
+    LABEL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -140,7 +161,11 @@ class ScorePrompt(_message.Message):
     timeout_s: float
     num_top: int
     num_next: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., num_top: _Optional[int] = ..., num_next: _Optional[int] = ...) -> None: ...
+    pooling: _containers.RepeatedScalarFieldContainer[PoolingMode]
+    num_skipped: int
+    through_head: bool
+    label_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., num_top: _Optional[int] = ..., num_next: _Optional[int] = ..., pooling: _Optional[_Iterable[_Union[PoolingMode, str]]] = ..., num_skipped: _Optional[int] = ..., through_head: bool = ..., label_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndEarlierSessions(_message.Message):
     __slots__ = ()

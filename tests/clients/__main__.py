@@ -29,12 +29,17 @@ async def run(suite: Suite, python: Path | None) -> int:
             "router__operator_access": {"metrics": "open"},
             "router__batches": {"path": str(Path(folder) / "batches")},
         }
+        model = Path(folder) / "model"
+        if suite.save is not None:
+            suite.save(model)
+            settings |= {"model__path": str(model), "model__dtype": "float32"}
         async with running(**settings) as cluster:
             place = Place(url=cluster.local.http_url, key=key, python=interpreter, folder=Path(folder))
             environment = {
                 **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")},
                 "TANDEM_URL": place.url,
                 "TANDEM_KEY": key,
+                "TANDEM_MODEL": str(model),
                 "OPENAI_API_KEY": key,
                 "PATH": f"{interpreter.parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 "NO_PROXY": "127.0.0.1",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tandem.model_path import BUILTIN, BUILTIN_NAME, model_directory
 from tandem_bench.peers.environments import PeerEnvironment
+from tests.support.engine.pooling_models import PoolingFiles, save_classifier, save_embedder, save_judge
 
 _SCRIPTS = Path(__file__).parent
 _SEED = 11
@@ -36,6 +37,8 @@ class Suite:
 
     environment: PeerEnvironment
     command: Callable[[Place], Sequence[str]]
+    save: Callable[[Path], None] | None = None
+    """Saves the model that is served, which is the built-in one without it."""
 
 
 def _schemathesis(place: Place) -> list[str]:
@@ -72,6 +75,26 @@ def _environment(name: str, *packages: str) -> PeerEnvironment:
     return PeerEnvironment(name=f"client-{name}", steps=(packages,))
 
 
+def _with_pooling(folder: Path) -> None:
+    files = PoolingFiles(
+        modes=("max", "mean", "lasttoken"), includes_prompt=False, dense=((48, "Tanh"), (32, "Identity"))
+    )
+    save_embedder(folder, files)
+
+
+_SENTENCE_TRANSFORMERS = PeerEnvironment(
+    name="client-sentence-transformers", steps=(("torch==2.13.0",), ("torch==2.13.0", "sentence-transformers==6.2.*"))
+)
+
+
+def _sentence_transformers(save: Callable[[Path], None], what: str) -> Suite:
+    return Suite(
+        environment=_SENTENCE_TRANSFORMERS,
+        command=lambda place: [*place.script("sentence_transformers_suite.py"), what],
+        save=save,
+    )
+
+
 SUITES: Mapping[str, Suite] = {
     "openai": Suite(
         environment=_environment("openai", "openai==3.52.*"), command=lambda place: place.script("openai_suite.py")
@@ -87,6 +110,10 @@ SUITES: Mapping[str, Suite] = {
         environment=_environment("langchain", "langchain-openai"),
         command=lambda place: place.script("langchain_suite.py"),
     ),
+    "st-last-token": _sentence_transformers(lambda folder: save_embedder(folder, PoolingFiles()), "embeddings"),
+    "st-dense": _sentence_transformers(_with_pooling, "embeddings"),
+    "st-judge": _sentence_transformers(save_judge, "scores"),
+    "st-classifier": _sentence_transformers(save_classifier, "scores"),
     "schemathesis": Suite(environment=_environment("schemathesis", "schemathesis==4.32.*"), command=_schemathesis),
     "aiperf": Suite(environment=_environment("aiperf", "aiperf==0.13.*"), command=_aiperf),
     "guidellm": Suite(environment=_environment("guidellm", "guidellm==0.8.1"), command=_guidellm),

@@ -57,14 +57,20 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
     if len(data) < _HEADER.size:
         raise InvariantError("truncated step inputs")
     rows, seqs, blocks, groups, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)
-    windows = (groups * rows, groups * seqs * blocks)
-    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs), *windows, seqs * blocks)
+    num_pooled = pairs[-1]
+    sizes = (
+        *(rows, rows, rows, seqs, seqs, samples),
+        *(2 * count for count in pairs[:-1]),
+        *(3 * num_pooled, groups * rows, groups * seqs * blocks, seqs * blocks),
+    )
     if min(rows, seqs, blocks, groups, samples, *pairs) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
         raise InvariantError(f"{len(data)} bytes are not a step of {rows} rows and {seqs} sequences of {blocks} blocks")
     values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
     parts = np.split(values, np.cumsum(sizes[:-1]))
-    token_ids, positions, slots, starts, counts, sample_rows, *found, window_slots, window_tables, tables = parts
-    offloads, loads, copies, scores, pooled = (part.reshape(-1, 2) for part in found)
+    token_ids, positions, slots, starts, counts, sample_rows, *found, pooled, window_slots, window_tables, tables = (
+        parts
+    )
+    offloads, loads, copies, scores = (part.reshape(-1, 2) for part in found)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -79,7 +85,7 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
         loads=loads,
         copies=copies,
         scores=scores,
-        pooled=pooled,
+        pooled=pooled.reshape(-1, 3),
         num_top=num_top,
         window_tables=window_tables.reshape(groups, seqs, blocks) if groups else no_tables(),
         window_slots=window_slots.reshape(groups, rows) if groups else no_slots(),

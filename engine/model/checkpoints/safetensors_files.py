@@ -32,6 +32,9 @@ MAX_HEADER_BYTES = 100 * 2**20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8
+_EMBEDDING = "embed_tokens.weight"
+_PREFIX = "model."
+_HEADS = ("lm_head.", "score.")
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 STORED_DTYPES = {
     "F32": torch.float32,
@@ -106,6 +109,7 @@ class Checkpoint:
         try:
             for name, expected in _shards(directory).items():
                 self._add(SafetensorsFile(directory.resolve(name)), expected)
+            self._add_prefix()
         except BaseException:
             self.close()
             raise
@@ -201,6 +205,13 @@ class Checkpoint:
         missing = (expected or frozenset()) - {entry.name for entry in file.entries}
         if missing:
             raise ConfigError(f"{_INDEX}: {min(missing)} is not in {file.name}, though the index says so")
+
+    def _add_prefix(self) -> None:
+        """Name the tensors of a decoder that was saved without its output head, as embedding models are, as with it."""
+        if _EMBEDDING in self._by_name:
+            self._by_name = {
+                name if name.startswith(_HEADS) else _PREFIX + name: found for name, found in self._by_name.items()
+            }
 
 
 def _shards(directory: ModelDirectory) -> dict[str, frozenset[str] | None]:

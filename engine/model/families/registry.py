@@ -1,5 +1,7 @@
 """The registry of model families: the name in `architectures` of `config.json`, and how that is read."""
 
+from dataclasses import replace
+
 from engine.model.config_fields import Fields
 from engine.model.families.cohere import COHERE, COHERE2
 from engine.model.families.gemma import GEMMA2, GEMMA3
@@ -14,6 +16,7 @@ from engine.model.families.reading import ModelFamily
 from engine.model.families.smollm import SMOLLM3
 from engine.model.families.stablelm import STABLELM
 from engine.model.spec import ModelSpec
+from tandem.pooling_model import CLASSIFIER
 
 FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": LLAMA,
@@ -40,10 +43,35 @@ FAMILIES: dict[str, ModelFamily] = {
 }
 
 
+_CAUSAL = "ForCausalLM"
+_OTHERS = ("TextModel", "Model", CLASSIFIER)
+"""Ends of the names of the same decoders without an output head: bare, as embedding models are saved, or with a
+classification head."""
+
+
+def has_output_head(architecture: str) -> bool:
+    """Whether a model of this architecture gives logits of tokens."""
+    return architecture.endswith(_CAUSAL)
+
+
 def parse_family(fields: Fields) -> ModelSpec:
-    """Read `config.json` by its architecture. Raises ConfigError, listing what is supported, for any other."""
+    """Read `config.json` by its architecture. Raises ConfigError, listing what is supported, for any other, and for
+    decoders that attend to later tokens.
+    """
     names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
+    family = family_of(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if family is None:
         raise fields.error("architectures", f"must be one of {', '.join(FAMILIES)}, is {names!r:.80}")
-    family = FAMILIES[names[0]]
-    return family.parse(fields, family.defaults)
+    # Decoders that were trained to be encoders: their layers are the same, but their attention is not causal.
+    fields.only("is_causal", True)
+    fields.only("use_bidirectional_attention", False)
+    spec = family.parse(fields, family.defaults)
+    return spec if has_output_head(spec.architecture) else replace(spec, tie_embeddings=True)
+
+
+def family_of(architecture: object) -> ModelFamily | None:
+    """The family of an architecture by its name, with whatever head; None where it is not supported."""
+    if not isinstance(architecture, str):
+        return None
+    end = next((end for end in _OTHERS if architecture.endswith(end)), _CAUSAL)
+    return FAMILIES.get(architecture.removesuffix(end) + _CAUSAL)

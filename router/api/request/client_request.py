@@ -13,6 +13,7 @@ from router.types.prompt_logprobs import PromptScoringRequest
 from router.types.request_digest import request_digest
 from router.types.requests import BeamSearchParams, RoutedRequest
 from router.types.stream_position import ChoicePosition, StreamPosition
+from tandem.pooling_model import PoolingModel
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.sampling import SamplingParams
 
@@ -31,6 +32,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     has_chat_template: bool = True
     """Whether it serves conversations; otherwise plain prompts only."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    pooling: PoolingModel | None = None
+    """What the model's files say of embeddings and relevance; None: nothing."""
 
 
 class ClientRequest(Struct, frozen=True, kw_only=True):
@@ -87,7 +90,14 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     @property
     def operation(self) -> str:
         """Operation name for plain prompts, after OpenTelemetry's GenAI conventions."""
-        return "embeddings" if self.scoring is not None and self.scoring.num_top is None else "text_completion"
+        if self.scoring is not None and self.scoring.is_relevance:
+            return "rerank"
+        return "embeddings" if self.is_pooled else "text_completion"
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether hidden states are wanted."""
+        return self.scoring is not None and self.scoring.num_top is None
 
     @property
     def least_tokens(self) -> int:

@@ -35,9 +35,9 @@ def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) ->
     """Check the size of the result. Raises InvalidRequest when a call's prompt log probabilities would exceed the
     bound."""
     values = sum(
-        len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.scoring.num_top or 0))
+        len(one.request.prompt_token_ids) * one.request.num_choices * (2 + asked.num_top)
         for one in prepared
-        if one.request.scoring is not None and one.request.scoring.num_top is not None
+        if (asked := one.request.scoring) is not None and asked.num_top is not None and not asked.label_token_ids
     )
     if values > most:
         raise InvalidRequest(

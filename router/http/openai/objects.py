@@ -175,3 +175,5 @@ class EmbeddingList(AnswerObject):
     data: list[AnyObject]
     model: str
     usage: dict[str, Any]
+    pooling: str = Field(description="How hidden states became a vector, by sentence-transformers' names")
+    trained_for_embeddings: bool = Field(description="False: vectors of a model that was made for something else")

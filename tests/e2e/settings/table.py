@@ -10,6 +10,7 @@ ELSEWHERE = {
     **dict.fromkeys(("standby_workers",), f"{_FAILURES}/test_standby.py"),
     **dict.fromkeys(("control_socket",), f"{_OPERATION}/test_autoscale.py"),
     "model.generation_config=none": f"{_ANSWERS}/test_generation_config.py",
+    "model.reranker=qwen3": "tests/e2e/models/test_pooling_models.py",
     "engine.device=cuda": "tests/gpu/test_engine_cuda.py",
     "engine.num_threads": "tests/support/running_cluster.py",
     "engine.offload_bytes": f"{_ANSWERS}/test_pipelined.py",

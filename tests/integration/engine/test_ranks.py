@@ -146,7 +146,7 @@ def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]
         request.block_table.extend(BlockId(8 * i + j) for j in range(8))
     while any(request.num_output_tokens < 1 for request in requests):
         run_step(parts, requests)
-    return [*scorings[0].logprobs, *scorings[0].top_logprobs], list(scorings[0].top_ids), scorings[1].mean()
+    return [*scorings[0].logprobs, *scorings[0].top_logprobs], list(scorings[0].top_ids), scorings[1].vector()
 
 
 def compare_logprobs(ours, expected) -> None:

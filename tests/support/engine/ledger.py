@@ -222,7 +222,12 @@ def score(request: Request, scoring: PromptScoringState, start: int, num_tokens:
     for position in scoring.rows(start, num_tokens):
         token = request.token_ids[position]
         if scoring.num_top is None:
-            scoring.pooled(1, [float(token), float(position)])
+            vectors = [float(token), float(position)]
+            scoring.pool(1, [(place, vectors) for place, rows in scoring.pooled_rows(position, 1) if rows])
+        elif scoring.label_token_ids:
+            labels = scoring.label_token_ids
+            found = {"logprobs": [-float(label) for label in labels], "ranks": [1] * len(labels)}
+            scoring.scored(len(labels), **found, top_ids=[], top_logprobs=[])
         else:
             top = range(scoring.num_top)
             own = -float(request.token_ids[position + 1])

@@ -1,6 +1,7 @@
 """Prompts ordered by routers for scoring, at both kinds of workers over a real engine thread and scheduler."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -91,9 +92,41 @@ async def test_prompt_scoring_continuations_may_use_cache(bench: Bench) -> None:
     await bench.assert_empty()
 
 
+async def test_prompt_scoring_labels_and_last_tokens_may_use_cache(bench: Bench) -> None:
+    pool = bench.worker.identity.role.value
+    for cached in (0, 48):
+        bench.score("last", pooling=[pb.POOLING_MODE_LAST])
+        (part,) = await bench.parts()
+        assert list(part.mean) == [float(PROMPT[-1]), 59.0]
+        assert getattr(part.times.cached, f"{pool}_pool") == cached
+    bench.score("label", num_top=0, label_token_ids=[7, 3])
+    (part,) = await bench.parts()
+    assert (list(part.logprobs), list(part.top_ids), list(part.mean)) == ([-7.0, -3.0], [], [])
+    assert getattr(part.times.cached, f"{pool}_pool") == 48
+    await bench.assert_empty()
+
+
+async def test_prompt_scoring_pooled_states_pass_through_the_head(bench: Bench) -> None:
+    head: Any = lambda vector: [sum(vector)]  # noqa: E731
+    bench.host.parts = dataclasses.replace(bench.host.parts, pooling_head=head)
+    bench.score(pooling=[pb.POOLING_MODE_LAST, pb.POOLING_MODE_CLS], through_head=True)
+    (part,) = await bench.parts()
+    assert list(part.mean) == [PROMPT[-1] + 59.0 + PROMPT[0]]
+    bench.score("plain", pooling=[pb.POOLING_MODE_MAX], num_skipped=50)
+    (part,) = await bench.parts()
+    assert list(part.mean) == [float(max(PROMPT[50:])), 59.0]
+    await bench.assert_empty()
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
+        ({"pooling": [99]}, "InvalidRequest"),
+        ({"pooling": [pb.POOLING_MODE_CLS] * 2}, "InvalidRequest"),
+        ({"num_skipped": 60}, "InvalidRequest"),
+        ({"through_head": True}, "InvalidRequest"),
+        ({"num_top": 0, "label_token_ids": [ledger.VOCAB]}, "InvalidRequest"),
+        ({"num_top": 0, "label_token_ids": [1] * 65}, "InvalidRequest"),
         ({"prompt_token_ids": [ledger.VOCAB]}, "InvalidRequest"),
         ({"prompt_token_ids": []}, "InvalidRequest"),
         ({"hash_root": b"short"}, "InvalidRequest"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.model.checkpoints.gguf.blocks import block_matrix
 from engine.model.checkpoints.gguf.file import GgufFile
 from engine.model.checkpoints.stored_matrix import StoredMatrix
-from engine.model.families.registry import FAMILIES
+from engine.model.families.registry import FAMILIES, family_of
 from engine.model.rope_config import RopeType
 from engine.model.shard import TensorSlice
 from engine.model.spec import ModelSpec
@@ -56,9 +56,9 @@ class GgufSource:
         self._file = file
         self._config = config
         self._dtype = dtype
-        family = FAMILIES[config.architecture]
-        found, wanted = file.header.metadata.get("general.architecture"), family.gguf
-        if wanted is None:
+        family = family_of(config.architecture)
+        found, wanted = file.header.metadata.get("general.architecture"), None if family is None else family.gguf
+        if family is None or wanted is None:
             readable = ", ".join(name for name, one in FAMILIES.items() if one.gguf is not None)
             raise ConfigError(f"{file.name}: weights of {config.architecture} are not read from GGUF, only {readable}")
         if found != wanted:

@@ -21,6 +21,7 @@ from router.types.prompt_logprobs import ScoredPrompt
 from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ServingError
+from tandem.pooling_model import PoolingModel
 from tandem.telemetry.tracing import Tracer
 from tandem.values.ids import RequestId
 from tandem.values.outputs import (
@@ -179,6 +180,8 @@ def scored_prompt_of(request: RoutedRequest) -> ScoredPrompt:
     assert ask is not None
     if ask.num_top is None:
         return ScoredPrompt(mean=[3.0 * len(prompt), 0.0, -4.0 * len(prompt)], times=TIMES)
+    if ask.label_token_ids:
+        return ScoredPrompt(logprobs=[-float(label) for label in ask.label_token_ids], times=TIMES)
     return ScoredPrompt(
         num_top=ask.num_top,
         logprobs=[-float(token) for token in prompt[1:]],
@@ -236,6 +239,7 @@ def make_servers(
     grammars: GrammarChecker | None = None,
     context: int = CONTEXT,
     defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008  # frozen
+    pooling: PoolingModel | None = None,
 ) -> Servers:
     config = config or RouterConfig(max_body_bytes=1 << 20)
     model = ModelInfo(
@@ -246,6 +250,7 @@ def make_servers(
         eos_token_ids=frozenset({END}),
         created_s=1_700_000_000,
         defaults=defaults,
+        pooling=pooling,
     )
     frontend = Frontend(
         model=model,

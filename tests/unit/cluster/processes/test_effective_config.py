@@ -398,6 +398,16 @@ def test_banner_fits_narrow_terminal():
     assert "…" not in text
 
 
+@pytest.mark.parametrize(
+    ("task", "route", "field"),
+    [("embed", "embeddings", "input"), ("judge", "rerank", "query"), ("classify", "rerank", "documents")],
+)
+def test_banner_curl_line_asks_for_what_the_model_makes(task, route, field):
+    words = shlex.split(banner.curl_line(load(None, {}), "m", task=task))
+    assert words[2].endswith(f"/v1/{route}")
+    assert field in json.loads(words[-1])
+
+
 def test_banner_curl_line_is_shell_safe():
     config = ClusterConfig(router=RouterConfig(port=9000))
     words = shlex.split(banner.curl_line(config, "it's"))

@@ -50,7 +50,7 @@ def assert_scored(reference, request):
     assert scoring.num_scored == scoring.num_wanted
     if scoring.num_top is None:
         mean = out.hidden_states[-1][0].mean(0)
-        torch.testing.assert_close(torch.tensor(scoring.mean()), mean, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(torch.tensor(scoring.vector()), mean, atol=2e-5, rtol=1e-4)
         return
     logprobs = out.logits[0, :-1].log_softmax(-1)
     own = logprobs.gather(-1, prompt[0, 1:, None])[:, 0]

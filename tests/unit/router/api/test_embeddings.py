@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import json
 import struct
 from collections.abc import AsyncIterator
@@ -18,10 +19,12 @@ from tandem.client.aio import AsyncClient
 from tandem.client.sync import Client
 from tandem.config.cluster import RouterConfig
 from tandem.errors import InvalidRequest
+from tandem.pooling_model import DenseLayer, PoolingModel, PoolingTask
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.values.pooling import PoolingMode
 from tests.support.router.servers import fakes
-from tests.support.router.servers.http_client import client_of, error_of
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, error_of
 
 EMBED = "/v1/embeddings"
 UNIT = pytest.approx([0.6, 0.0, -0.8], abs=1e-6)
@@ -63,6 +66,7 @@ async def test_embeddings_accept_every_input_form(
     assert all(one["object"] == "embedding" and one["embedding"] == UNIT for one in body["data"])
     tokens = sum(len(request.prompt_token_ids) for request in parts.generator.requests)
     assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert (body["pooling"], body["trained_for_embeddings"]) == ("mean", False)
     assert len(parts.generator.requests) == count
     (spent,) = json.loads(parts.metrics.usage.render())["tenants"].values()
     assert (spent["requests"], spent["prompt_tokens"], spent["completion_tokens"]) == (count, tokens, 0)
@@ -90,6 +94,9 @@ async def test_embeddings_base64_is_little_endian_floats(client: httpx.AsyncClie
         ({"input": None}, "input"),
         ({"temperature": 1.0}, "temperature"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt_name": "query"}, "prompt_name"),
+        ({"prompt": "query: "}, "prompt"),
+        ({"prompt_name": "query", "task": "query"}, "task"),
     ],
 )
 async def test_embeddings_invalid_request_is_refused(
@@ -115,6 +122,7 @@ async def test_embeddings_over_grpc_equal_http(parts: fakes.Servers) -> None:
         stub = InferenceStub(channel)
         answer = await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="fox"), ids]))
         assert [list(one.values) for one in answer.embeddings] == [UNIT, UNIT]
+        assert (answer.pooling, answer.trained_for_embeddings) == ("mean", False)
         assert answer.usage.prompt_tokens == sum(len(r.prompt_token_ids) for r in parts.generator.requests)
         for wrong in (
             pb.EmbedRequest(),
@@ -134,6 +142,9 @@ async def test_embeddings_work_with_own_client(parts: fakes.Servers) -> None:
         async with AsyncClient(address) as client:
             assert await client.embed(["fox", [5, 6]], cache_salt="mine") == [UNIT, UNIT]
             with pytest.raises(InvalidRequest) as caught:
+                await client.embed(["fox"], prompt_name="query", dimensions=2)
+            assert caught.value.param == "dimensions"
+            with pytest.raises(InvalidRequest) as caught:
                 await client.embed([])
         assert caught.value.param == "input"
 
@@ -143,3 +154,138 @@ async def test_embeddings_work_with_own_client(parts: fakes.Servers) -> None:
 
         assert await asyncio.to_thread(in_a_thread) == [UNIT]
     assert parts.generator.requests[1].prompt_token_ids == (5, 6)
+
+
+TRAINED = PoolingModel(
+    task=PoolingTask.EMBED,
+    modes=(PoolingMode.MEAN, PoolingMode.LAST),
+    pooled_size=3,
+    includes_prompt=False,
+    normalizes=False,
+    prompts={"query": "the fox ", "document": ""},
+    max_tokens=20,
+    dense=(
+        DenseLayer(folder="d", in_features=3, out_features=3, has_bias=False, activation="tanh", has_residual=False),
+    ),
+)
+
+
+async def ask(tokenizer: Tokenizer, body: dict[str, Any], **changes: Any) -> tuple[httpx.Response, fakes.Servers]:
+    """Ask a model whose files define its embeddings."""
+    parts = fakes.make_servers(tokenizer, pooling=dataclasses.replace(TRAINED, **changes))
+    async with client_of(parts) as client:
+        return await client.post(EMBED, json=body), parts
+
+
+async def test_embeddings_trained_model_is_pooled_as_its_files_say(tokenizer: Tokenizer) -> None:
+    response, parts = await ask(tokenizer, {"input": ["a dog", "fox"], "prompt_name": "query"})
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert (body["pooling"], body["trained_for_embeddings"]) == ("mean+lasttoken", True)
+    prompt = tokenizer.encode("the fox ")
+    for request, text, shown in zip(parts.generator.requests, ("a dog", "fox"), body["data"], strict=True):
+        ids = tokenizer.encode("the fox " + text)
+        assert list(request.prompt_token_ids) == ids
+        assert request.scoring is not None
+        assert (request.scoring.pooling, request.scoring.through_head) == (TRAINED.modes, True)
+        assert request.scoring.num_skipped == len(prompt)
+        assert shown["embedding"] == [3.0 * len(ids), 0.0, -4.0 * len(ids)], "not scaled: no Normalize"
+
+
+@pytest.mark.parametrize("name", ["prompt_name", "task"])
+async def test_embeddings_prompt_without_skipping_or_for_ids(tokenizer: Tokenizer, name: str) -> None:
+    response, parts = await ask(tokenizer, {"input": "fox", name: "query"}, includes_prompt=True)
+    assert response.status_code == 200
+    (request,) = parts.generator.requests
+    assert request.scoring is not None
+    assert request.scoring.num_skipped == 0
+    response, parts = await ask(tokenizer, {"input": "fox"}, default_prompt_name="query")
+    assert len(parts.generator.requests[0].prompt_token_ids) == len(tokenizer.encode("the fox fox"))
+    response, parts = await ask(tokenizer, {"input": "fox", "prompt": ""}, default_prompt_name="query")
+    assert len(parts.generator.requests[0].prompt_token_ids) == len(tokenizer.encode("fox"))
+    response, parts = await ask(tokenizer, {"input": [5, 6]}, default_prompt_name="query")
+    assert response.status_code == 200
+    assert parts.generator.requests[0].prompt_token_ids == (5, 6)
+
+
+async def test_embeddings_dimensions_cut_and_scale_again(tokenizer: Tokenizer) -> None:
+    response, _ = await ask(tokenizer, {"input": "fox", "dimensions": 2}, normalizes=True)
+    assert response.json()["data"][0]["embedding"] == [1.0, 0.0]
+    response, _ = await ask(tokenizer, {"input": "fox", "dimensions": 1})
+    assert len(response.json()["data"][0]["embedding"]) == 1
+    response, _ = await ask(tokenizer, {"input": "fox", "normalize": True})
+    assert response.json()["data"][0]["embedding"] == UNIT
+
+
+async def test_embeddings_long_input_is_refused_or_cut(tokenizer: Tokenizer) -> None:
+    text = "漢字 " * 30
+    response, _ = await ask(tokenizer, {"input": text})
+    assert response.status_code == 400
+    assert "this model takes at most 20" in error_of(response)["message"]
+    for most, kept in ((-1, 20), (7, 7), (20, 20)):
+        for sent in (text, tokenizer.encode(text)):
+            response, parts = await ask(tokenizer, {"input": sent, "truncate_prompt_tokens": most})
+            assert response.status_code == 200, response.text
+            assert list(parts.generator.requests[0].prompt_token_ids) == tokenizer.encode(text)[:kept]
+
+
+@pytest.mark.parametrize(
+    ("body", "changes", "param"),
+    [
+        ({"dimensions": 0}, {}, "dimensions"),
+        ({"dimensions": 4}, {}, "dimensions"),
+        ({"dimensions": 1}, {"dimensions": (2,)}, "dimensions"),
+        ({"prompt_name": "passage"}, {}, "prompt_name"),
+        ({"prompt_name": "query", "prompt": "x"}, {}, "prompt"),
+        ({"prompt": "x" * 8193}, {}, "prompt"),
+        ({"input": [5], "prompt_name": "query"}, {}, "prompt_name"),
+        ({"input": [5] * 21}, {}, "input"),
+        ({"input": ["a", ""]}, {}, "input"),
+        ({"input": "a\0"}, {}, "input"),
+        ({"truncate_prompt_tokens": 21}, {}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, {}, "truncate_prompt_tokens"),
+        ({}, {"task": PoolingTask.CLASSIFY}, "model"),
+    ],
+)
+async def test_embeddings_trained_model_refuses_invalid_request(
+    tokenizer: Tokenizer, body: dict[str, Any], changes: dict[str, Any], param: str
+) -> None:
+    response, parts = await ask(tokenizer, {"input": "a"} | body, **changes)
+    assert response.status_code == 400, response.text
+    assert error_of(response)["param"] == param
+    assert parts.generator.requests == []
+
+
+@pytest.mark.parametrize(("task", "kind"), [(PoolingTask.EMBED, "embeddings"), (PoolingTask.CLASSIFY, "relevance")])
+async def test_embeddings_model_without_head_generates_no_text(
+    tokenizer: Tokenizer, task: PoolingTask, kind: str
+) -> None:
+    parts = fakes.make_servers(tokenizer, pooling=dataclasses.replace(TRAINED, task=task))
+    async with client_of(parts) as client:
+        for path, body in (
+            (PLAIN, {"prompt": "a"}),
+            (CHAT, HELLO),
+            (PLAIN, {"prompt": "a", "echo": True, "logprobs": 1}),
+        ):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            assert error_of(response)["param"] == "model"
+            assert kind in error_of(response)["message"]
+
+
+async def test_embeddings_options_over_grpc_equal_http(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer, pooling=TRAINED)
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    async with (
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
+    ):
+        stub = InferenceStub(channel)
+        fields = {"prompt_name": "query", "dimensions": 1, "normalize": True, "truncate_prompt_tokens": 6}
+        answer = await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="a dog")], **fields))
+        assert (answer.pooling, answer.trained_for_embeddings) == ("mean+lasttoken", True)
+        assert list(answer.embeddings[0].values) == [1.0]
+        assert len(parts.generator.requests[0].prompt_token_ids) == 6
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")], prompt="x", prompt_name="query"))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

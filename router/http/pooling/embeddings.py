@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.embeddings import MAX_INPUTS, Embedder, as_input_error
+from router.api.embeddings import MAX_INPUTS, Embedder, EmbeddingOptions, as_input_error
 from router.api.frontend import Frontend
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
@@ -23,8 +23,6 @@ from router.http.openai.objects import EmbeddingList
 from router.http.openai.whole_answer import WholeResponse
 from router.http.routing.access import ClientAccess
 from router.metrics.router_metrics import RouterMetrics
-from router.types.requests import Generator
-from tandem.config.cluster import RouterConfig
 from tandem.errors import InvalidRequest
 
 
@@ -36,6 +34,14 @@ class EmbeddingBody(StrictBody):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
+    """Which of the model's prompts stands in front of each text."""
+    task: str | None = None
+    """Jina's name of `prompt_name`."""
+    prompt: str | None = None
+    """A prompt of the client's own in its place."""
+    normalize: bool | None = None
+    """Whether vectors have length one; null: as the model's files say."""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
@@ -44,8 +50,6 @@ class EmbeddingBody(StrictBody):
 
     def fields(self, tenant: str) -> ClientRequest:
         """Convert the fields for the frontend."""
-        if self.dimensions is not None:
-            raise InvalidRequest("dimensions is not supported: this model's vectors have one size", param="dimensions")
         return ClientRequest(
             model=self.model,
             priority=self.priority or 0,
@@ -55,13 +59,24 @@ class EmbeddingBody(StrictBody):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
+    def options(self) -> EmbeddingOptions:
+        """Convert what is said of the vectors. Raises InvalidRequest."""
+        if self.prompt_name is not None and self.task is not None:
+            raise InvalidRequest("send prompt_name or task, not both", param="task")
+        return EmbeddingOptions(
+            dimensions=self.dimensions,
+            prompt_name=self.task if self.prompt_name is None else self.prompt_name,
+            prompt=self.prompt,
+            normalize=self.normalize,
+        )
+
 
 class EmbeddingRoutes:
     """The path operation of /v1/embeddings."""
 
-    def __init__(self, frontend: Frontend, generator: Generator, metrics: RouterMetrics, config: RouterConfig) -> None:
+    def __init__(self, frontend: Frontend, embedder: Embedder, metrics: RouterMetrics) -> None:
         self._frontend = frontend
-        self._embedder = Embedder(frontend, generator, most_values=config.max_answer_values)
+        self._embedder = embedder
         self._metrics = metrics
 
     def router(self, access: ClientAccess) -> APIRouter:
@@ -73,26 +88,28 @@ class EmbeddingRoutes:
         self, request: Request, body: Annotated[EmbeddingBody, Depends(JsonBody(EmbeddingBody))]
     ) -> Response:
         """Return one vector for each input."""
-        fields = trace_and_time(body.fields(request.state.tenant), request)
+        fields, options = trace_and_time(body.fields(request.state.tenant), request), body.options()
         try:
             inputs = self._frontend.prompts.parse_prompts(body.input, most=MAX_INPUTS)
         except InvalidRequest as error:
             raise as_input_error(error) from error
         async with WhileConnected(request.scope, request.receive):
-            prepared = await self._embedder.prepare(inputs, fields)
-            vectors, usage = await self._embedder.embed(prepared, self._meter)
+            prepared = await self._embedder.prepare(inputs, fields, options)
+            vectors, usage = await self._embedder.embed(prepared, self._meter, options)
             data = []
             for index, vector in enumerate(vectors):
                 shown = _base64(vector) if body.encoding_format == "base64" else vector.tolist()
                 one = {"object": "embedding", "index": index, "embedding": shown}
                 data.append(orjson.Fragment(orjson.dumps(one)))
                 await asyncio.sleep(0)
-        tokens = usage.prompt_tokens
+        tokens, report = usage.prompt_tokens, self._embedder.report
         content = {
             "object": "list",
             "data": data,
             "model": self._frontend.model.name,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "pooling": report.method,
+            "trained_for_embeddings": report.is_trained,
         }
         return WholeResponse(orjson.dumps(content))
 
