@@ -1,10 +1,10 @@
 """Blocks of layers that attend to a window: which exist, to which content they belong, and which may be evicted.
 
 A model in which some layers attend to the latest `window` tokens only keeps the KV of these layers in blocks of their
-own (`tandem.values.kv_layout.KVLayout.groups`). A token block of such a model is one block for the layers that attend to
-everything, which the prefix index finds by name, and a *window set*: one block for each group of the other layers. A
-sequence holds the sets of its window and gives the earlier ones up as it goes on. So a cached prefix is of use only
-where the sets of its last window still exist: at the end of a sequence, and where sequences have parted.
+own (`KVLayout.groups`). A token block of such a model is one block for the layers that attend to everything, which the
+prefix index finds by name, and a *window set*: one block for each group of the other layers. A sequence holds the sets
+of its window and gives the earlier ones up as it goes on. So a cached prefix is of use only where the sets of its last
+window still exist: at the end of a sequence, and where sequences have parted.
 
 All blocks are of one size and from one pool, so that neither kind can run out while the other has room.
 
