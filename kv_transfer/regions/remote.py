@@ -103,12 +103,12 @@ class RemoteRegion:
             return
         message = wire.pack(order)
         self._waiting[order.number] = on_report
-        self._writer.write(message)
+        wire.send(self._writer, message)
 
     def send(self, order: pb.RegionOrder) -> None:
         """Send an order that is not answered."""
         if not self.ended:
-            self._writer.write(wire.pack(order))
+            wire.send(self._writer, wire.pack(order))
 
     async def request(self, order: pb.RegionOrder) -> pb.RegionReport | None:
         """Send an order and wait for its answer; None when the connection has ended."""

@@ -269,7 +269,7 @@ class RegionServer:
 
     def _report(self, report: pb.RegionReport) -> None:
         if self._writer is not None:
-            self._writer.write(wire.pack(report))
+            wire.send(self._writer, wire.pack(report))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

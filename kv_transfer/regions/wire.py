@@ -99,6 +99,15 @@ def pack(message: pb.RegionOrder | pb.RegionReport) -> bytes:
     return _SIZE.pack(len(data)) + data
 
 
+def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write what `pack` has made, or nothing where the connection is lost.
+
+    The reader hears of that a turn of the loop later, and until then uvloop's transports raise where asyncio's do not.
+    """
+    if not writer.is_closing():
+        writer.write(data)
+
+
 async def read(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT | None:
     """Read one message; None when the connection has ended. Raises TransferError for one that is too long."""
     try:

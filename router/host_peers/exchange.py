@@ -74,8 +74,9 @@ class HostPeerExchange:
 
     async def _answer(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            writer.write(self._render())
-            await writer.drain()
+            if not writer.is_closing():  # who asked may have given up; uvloop's transports raise then
+                writer.write(self._render())
+                await writer.drain()
         writer.close()
 
 

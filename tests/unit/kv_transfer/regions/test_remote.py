@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.pairing import Pairing
@@ -137,6 +138,35 @@ async def test_end_of_the_process_ends_everything() -> None:
             await region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
         with pytest.raises(TransferError, match="rank 1 has ended"):
             await asyncio.wrap_future(writer.write(order()))
+
+
+def test_orders_between_the_end_of_a_connection_and_its_notice_are_answered_by_the_notice() -> None:
+    """A reader hears a turn of the loop later than the transport, and uvloop's transports raise from then on."""
+
+    async def run() -> None:
+        near, far = socket.socketpair()
+        region = RemoteRegion(*await asyncio.open_connection(sock=near), "rank 1", asyncio.ensure_future)
+        quiet: list[TransferKey] = []
+        region.listen_quiet(quiet.append)
+        protocol = region._writer.transport.get_protocol()
+        lost, offers = protocol.connection_lost, []
+
+        def lost_amid_orders(error: Exception | None) -> None:
+            lost(error)
+            assert not region.ended
+            assert not region.revoke("tcp", KEY)
+            offers.append(asyncio.ensure_future(region.offers()))
+
+        protocol.connection_lost = lost_amid_orders
+        region.send(pb.RegionOrder(offer=pb.OfferEnds()))
+        await settle()
+        far.close()  # with an order that it never read, as a process that is killed
+        await settle()
+        assert await offers[0] == ()
+        assert quiet == [KEY]
+        await region.aclose()
+
+    uvloop.run(run())
 
 
 async def test_proof_that_nobody_waits_for_is_not_reported() -> None:
