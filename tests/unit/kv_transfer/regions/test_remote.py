@@ -151,11 +151,14 @@ def test_orders_between_the_end_of_a_connection_and_its_notice_are_answered_by_t
         protocol = region._writer.transport.get_protocol()
         lost, offers = protocol.connection_lost, []
 
-        def lost_amid_orders(error: Exception | None) -> None:
-            lost(error)
+        def order_more() -> None:
             assert not region.ended
             assert not region.revoke("tcp", KEY)
             offers.append(asyncio.ensure_future(region.offers()))
+
+        def lost_amid_orders(error: Exception | None) -> None:
+            asyncio.get_running_loop().call_soon(order_more)  # before the reader's turn
+            lost(error)
 
         protocol.connection_lost = lost_amid_orders
         region.send(pb.RegionOrder(offer=pb.OfferEnds()))
