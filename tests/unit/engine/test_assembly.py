@@ -46,8 +46,8 @@ SPEC = EngineSpec(
 
 
 def test_assembly_step_time_bound_reaches_scheduler() -> None:
-    assert _engine_config(SPEC, 64, 8, frozenset()).max_step_s is None
-    assert _engine_config(replace(SPEC, max_step_s=0.2), 64, 8, frozenset()).max_step_s == 0.2
+    assert _engine_config(SPEC, 64, 8, frozenset(), None).max_step_s is None
+    assert _engine_config(replace(SPEC, max_step_s=0.2), 64, 8, frozenset(), None).max_step_s == 0.2
 
 
 def test_assembly_configured_pool_size_is_used() -> None:
