@@ -209,7 +209,7 @@ def finish_scored_choices(request: RoutedRequest, scored: ScoredPrompt, sink: De
         times = times._replace(router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
     finish = ChoiceFinish(
         reason=FinishReason.LENGTH,
-        cached_tokens=0,
+        cached_tokens=times.cached.total,
         times=times,
         computed_tokens=scored.num_computed,
         needed_tokens=scored.num_computed,

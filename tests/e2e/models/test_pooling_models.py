@@ -150,8 +150,8 @@ QWEN3_TEMPLATE = (
 
 async def test_reranker_setting_judges_as_qwen3s_model_card_says(fork_servers, tmp_path):
     """The tokens are those of yes and no; a template that can think is told not to."""
-    save_model(tmp_path, "Qwen3ForCausalLM")
-    save_tokenizer(tmp_path, ends=False, template=QWEN3_TEMPLATE)
+    save_model(tmp_path, "Qwen3ForCausalLM", vocab_size=2050)
+    save_tokenizer(tmp_path, ends=False, template=QWEN3_TEMPLATE, words=("yes", "no"))
     oracle = PoolingOracle(tmp_path)
     labels = tuple(oracle.encode(word)[-1] for word in ("yes", "no"))
     settings = {"model__path": str(tmp_path), "model__name": "judge", "model__reranker": "qwen3"}

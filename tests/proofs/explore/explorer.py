@@ -7,9 +7,11 @@ from tandem.values.ids import TransferId
 from tests.proofs.explore.lives import Lives
 from tests.proofs.explore.model.environment import Environment
 from tests.proofs.explore.model.freeze import Machines, freeze
+from tests.proofs.explore.model.life import DONE
 from tests.proofs.explore.model.properties import Violation
 from tests.proofs.explore.model.scope import Names, Scope
 from tests.proofs.explore.pairs import Meeting, Pairs
+from tests.proofs.explore.traces import Broken
 
 MEETINGS = (
     Meeting(same_decode=True, same_prefill=True),
@@ -51,6 +53,9 @@ def explore(scope: Scope, *meetings: Meeting) -> Explored:
     """Everything that can happen to one request, then to two for each placement. Raises Broken."""
     started = time.process_time()
     lives = Lives(Environment(scope)).explore()
+    if not any(life.request == DONE for life in lives.nodes):
+        # A protocol that always gives up would be safe, too.
+        raise Broken("no request is ever done", [])
     num_pairs = sum(Pairs(lives, meeting).explore() for meeting in meetings)
     return Explored(
         scope=scope,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from tandem.model_path import model_directory
 from tests.support.engine.paged_harness import initialise
@@ -55,10 +55,13 @@ class PoolingFiles:
     architecture: str = "Qwen3Model"
 
 
-def save_tokenizer(path: Path, *, ends: bool, template: str | None = None) -> None:
-    """The built-in model's tokenizer. `ends`: its post-processor appends the end token, as Qwen3-Embedding's does."""
+def save_tokenizer(path: Path, *, ends: bool, template: str | None = None, words: Sequence[str] = ()) -> None:
+    """The built-in model's tokenizer. `ends`: its post-processor appends the end token, as Qwen3-Embedding's does;
+    `words`: more tokens, behind the vocabulary.
+    """
     source = model_directory("builtin")
     library = Tokenizer.from_str((source / "tokenizer.json").read_text())
+    library.add_tokens([AddedToken(word) for word in words])
     if ends:
         library.post_processor = processors.TemplateProcessing(
             single="$A <|end|>", pair="$A $B <|end|>", special_tokens=[("<|end|>", 2)]

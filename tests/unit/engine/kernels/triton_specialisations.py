@@ -126,7 +126,7 @@ def warm(runner):
     spans = [dry_run._prefill_spans(CHUNK + ROWS, CHUNK, ROWS, CONTEXT)]
     spans += dry_run._decode_steps(ROWS, CONTEXT, CONTEXT * ROWS, compiles=True)
     for each in spans:
-        runner.launch(dry_run._batch(BLOCK_SIZE, each)).tokens()
+        runner.launch(dry_run._batch(runner.kv_cache.layout, each)).tokens()
     compile_for(SHAPE.vocab_size, CPU)
 
 
