@@ -335,10 +335,22 @@ def _transformer(model: Path, task: str) -> int | None:
     allowed = {"chat_template": {"add_generation_prompt": True}} if task == "text-generation" else {}
     if given not in ({}, allowed):
         raise _error(path, f"processing_kwargs must be {json.dumps(allowed)}, is {given!r:.80}")
+    if task == "text-generation":
+        _only_messages(path, config)
     most = config.get("max_seq_length")
     if most is not None and (type(most) is not int or most < 1):
         raise _error(path, "max_seq_length must be a positive integer or null")
     return most
+
+
+def _only_messages(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a reranker that does not see query and document through its template: without `message`, sentence-
+    transformers joins the two texts.
+    """
+    modalities = config.get("modality_config")
+    message = modalities.get("message") if isinstance(modalities, dict) else None
+    if not isinstance(message, dict) or message.get("format", "flat") != "flat":
+        raise _error(path, f"modality_config must have message in the format flat, is {modalities!r:.120}")
 
 
 def _begins_answer(model: Path) -> bool:

@@ -57,7 +57,7 @@ class PoolingFiles:
 
 def save_tokenizer(path: Path, *, ends: bool, template: str | None = None, words: Sequence[str] = ()) -> None:
     """The built-in model's tokenizer. `ends`: its post-processor appends the end token, as Qwen3-Embedding's does;
-    `words`: more tokens, behind the vocabulary.
+    `template`: for conversations, None: none; `words`: more tokens, behind the vocabulary.
     """
     source = model_directory("builtin")
     library = Tokenizer.from_str((source / "tokenizer.json").read_text())
@@ -68,6 +68,7 @@ def save_tokenizer(path: Path, *, ends: bool, template: str | None = None, words
         )
     library.save(str(path / "tokenizer.json"))
     config = json.loads((source / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
     if template is not None:
         config["chat_template"] = template
     (path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -132,7 +133,11 @@ def save_judge(path: Path, labels: tuple[int, int] = (300, 301)) -> None:
     _write(path / "1_LogitScore" / "config.json", {"true_token_id": labels[0], "false_token_id": labels[1]})
     settings = {"transformer_task": "text-generation", "max_seq_length": 512}
     settings["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True}}
+    forward = {"method": "forward", "method_output_name": "logits"}
+    settings["module_output_name"] = "causal_logits"
+    settings["modality_config"] = {"text": forward, "message": {**forward, "format": "flat"}}
     _write(path / "sentence_bert_config.json", settings)
+    _write(path / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "prompts": {}})
     modules = "sentence_transformers.cross_encoder.modules.logit_score."
     _write_modules(path, [("Transformer", ""), ("LogitScore", "1_LogitScore")], {"LogitScore": modules})
 

@@ -90,21 +90,31 @@ def test_pooling_model_classifier_has_labels_and_activation(tmp_path: Path) -> N
     assert (found.activation, found.has_head, found.generates) == ("identity", True, False)
 
 
-def test_pooling_model_judge_has_labels_and_style(tmp_path: Path) -> None:
-    path = model(
-        tmp_path,
+def judge(path: Path, modality_config: Any) -> Path:
+    return model(
+        path,
         TRANSFORMER,
         ("1_LogitScore", "LogitScore"),
         **{"1_LogitScore__config": {"true_token_id": 7, "false_token_id": 3}},
         sentence_bert_config={
             "transformer_task": "text-generation",
             "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+            "modality_config": modality_config,
         },
     )
-    found = read_pooling_model(path)
+
+
+def test_pooling_model_judge_has_labels_and_style(tmp_path: Path) -> None:
+    found = read_pooling_model(judge(tmp_path, {"message": {"method": "forward", "format": "flat"}}))
     assert found is not None
     assert (found.task, found.label_token_ids, found.begins_answer) == (PoolingTask.JUDGE, (7, 3), True)
     assert (found.generates, found.style, found.activation) == (True, JudgeStyle.ROLES, "sigmoid")
+
+
+@pytest.mark.parametrize("modalities", [None, {"text": {}}, {"message": {"format": "structured"}}, []], ids=str)
+def test_pooling_model_judge_that_sees_no_template_is_refused(tmp_path: Path, modalities: Any) -> None:
+    with pytest.raises(ConfigError, match=r"modality_config must have message in the format flat, is "):
+        read_pooling_model(judge(tmp_path, modalities))
 
 
 def test_pooling_model_qwen3_is_what_the_operator_says(tmp_path: Path) -> None:
