@@ -165,7 +165,7 @@ class RequestRun:
         return self.request.resumptions
 
     def supersede(self, *, is_over: bool = False) -> None:
-        """Hand the running attempts to another run; `is_over`: no other run exists, so cancel them."""
+        """Leave the stream to another run, which has begun; `is_over`: no other run exists."""
         if self._hedges is not None:
             self._hedges.close()
         for choice in self._choices:

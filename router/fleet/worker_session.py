@@ -265,8 +265,9 @@ class WorkerSession:
 
     def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
         self._require_room()
-        handle = self._begin(order.request_id, order.attempt, reader)
+        former, handle = self._begin(order.request_id, order.attempt, reader)
         self._queue(submit_to_pb(order, handle, self.info.protocol_version))
+        self._cancel_former(order.request_id, former)
 
     def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()
@@ -275,8 +276,9 @@ class WorkerSession:
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None:
         self._require_room()
-        handle = self._begin(request_id, attempt, reader)
+        former, handle = self._begin(request_id, attempt, reader)
         self._send(take_over_to_pb(request_id, attempt, num_shown, handle))
+        self._cancel_former(request_id, former)
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
         if self._attempt(request_id, attempt) is not None:
@@ -312,14 +314,24 @@ class WorkerSession:
         if len(self._outgoing) >= self._settings.max_queued_submits:
             raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
 
-    def _begin(self, request_id: RequestId, number: int, reader: AttemptReader) -> int:
-        """Register an attempt, in place of an earlier one at the same choice; return its handle."""
+    def _begin(self, request_id: RequestId, number: int, reader: AttemptReader) -> tuple[int | None, int]:
+        """Register an attempt; return the number of the earlier one at the same choice whose place it takes, if any,
+        and its handle.
+        """
+        former = self._attempts.get(request_id)
         self._forget(request_id)
         self._num_handles += 1
         handle = self._num_handles
         self._attempts[request_id] = _Attempt(number=number, handle=handle, reader=reader)
         self._readers[handle] = reader
-        return handle
+        return None if former is None else former.number, handle
+
+    def _cancel_former(self, request_id: RequestId, number: int | None) -> None:
+        """Cancel the attempt that another has taken the place of. One that the worker has passed on to the other no
+        longer has this number there.
+        """
+        if number is not None:
+            self._queue(cancel_to_pb(request_id, number))
 
     def _forget(self, request_id: RequestId) -> None:
         if (attempt := self._attempts.pop(request_id, None)) is not None:

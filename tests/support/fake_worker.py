@@ -238,6 +238,8 @@ class FakeWorker(WorkerServicer):
         self._direct_sessions: set[_DirectSession] = set()
         self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._live: dict[str, Submission | ScoringAttempt] = {}
+        """The latest attempt at each choice."""
+        self._attempts: dict[tuple[str, int], Submission | ScoringAttempt] = {}
 
     @property
     def address(self) -> str:
@@ -321,17 +323,19 @@ class FakeWorker(WorkerServicer):
         match message.WhichOneof("kind"):
             case "submit":
                 submission = Submission(message.submit, self.send)
-                self._live[message.submit.request_id] = submission
+                self._begin(submission, message.submit)
                 self.submissions.put_nowait(submission)
                 return [tasks.create_task(self.script(submission))]
             case "score_prompt":
-                scoring = self._live[message.score_prompt.request_id] = ScoringAttempt(message.score_prompt, self.send)
+                scoring = ScoringAttempt(message.score_prompt, self.send)
+                self._begin(scoring, message.score_prompt)
                 self.scorings.put_nowait(scoring)
                 self.scoring_script(scoring)
             case "take_over":
                 self._give_away(message.take_over)
             case "cancel":
-                self._live[message.cancel.request_id].cancelled.set()
+                if found := self._attempts.get((message.cancel.request_id, message.cancel.attempt)):
+                    found.cancelled.set()
             case "reroute":
                 self._live[message.reroute.request_id].reroutes.put_nowait(message.reroute)
             case "end_earlier_sessions":
@@ -342,10 +346,16 @@ class FakeWorker(WorkerServicer):
                     self.send(answer)
         return []
 
+    def _begin(self, attempt: "Submission | ScoringAttempt", order: pb.Submit | pb.ScorePrompt) -> None:
+        self._live[order.request_id] = self._attempts[order.request_id, order.attempt] = attempt
+
     def _give_away(self, adopt: pb.TakeOver) -> None:
         self.adoptions.put_nowait(adopt)
         submission = Submission(pb.Submit(request_id=adopt.request_id, attempt=adopt.attempt), self.send)
-        self._live[adopt.request_id] = submission
+        if adopt.request_id in self.keeps and (kept := self._live.get(adopt.request_id)) is not None:
+            # The attempt goes on under its new number.
+            self._attempts = {name: found for name, found in self._attempts.items() if found is not kept}
+        self._begin(submission, submission.submit)
         if adopt.request_id in self.keeps:
             submission.give(self.keeps[adopt.request_id], finish=FinishReason.LENGTH, cached=3)
         else:

@@ -229,11 +229,13 @@ class ChoiceRun:
         self.submit()
 
     def detach(self) -> None:
-        """Stop following the attempt without cancelling it: another reader has taken it over."""
+        """Stop following the attempt, which another run has begun to continue: cancel it unless that has adopted it."""
         self.waiting = None
         self._health.left(self)
         if (assignment := self._assignment) is not None:
             self._assignment = None
+            # The session knows no such attempt any more where the other run's is at the same worker.
+            assignment.port.cancel(self._request_id, self._progress.attempt)
             self._placer.release(assignment)
 
     def report_worker_lost(self) -> None:

@@ -8,10 +8,11 @@ from msgspec.structs import replace
 
 from router.types.requests import ResumePoint, RoutedRequest
 from tandem.errors import RequestTooLarge, StreamTaken, Unavailable
+from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason
 from tandem.values.roles import WorkerRole
-from tests.support.fake_worker import FakeWorker, Submission, expected_tokens
+from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens
 from tests.support.router.admission_queues import gated
 from tests.support.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
 
@@ -90,6 +91,34 @@ async def test_former_reader_is_superseded_without_cancelling() -> None:
             with pytest.raises(StreamTaken):
                 await anext(former)
         assert not worker.submissions.get_nowait().cancelled.is_set()
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["refuses_adoption", "is_not_asked"])
+@pytest.mark.parametrize("is_draining", [False, True], ids=["same_worker", "another_worker"])
+async def test_former_attempt_that_is_not_adopted_is_cancelled(is_asked: bool, is_draining: bool) -> None:
+    """It would be generated to its end, for nobody, beside the new one."""
+
+    async def begin(submission: Submission) -> None:
+        submission.give(whole()[:2])
+
+    workers = [FakeWorker(f"d{i}", incarnation=1 + i, script=begin) for i in range(1 + is_draining)]
+    async with cluster(*workers) as router:
+        former = router.generate(routed(max_tokens=LENGTH))
+        await anext(former)
+        holder = next(worker for worker in workers if not worker.submissions.empty())
+        old = holder.submissions.get_nowait()
+        for worker in workers:
+            worker.script = answer
+        if is_draining:
+            holder.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
+            await router.registry.until(lambda: any(worker.draining for worker in router.registry.snapshots()))
+        seen_at = holder.hello.incarnation if is_asked else 8
+        assert await collect(router.generate(continued(worker=seen_at))) == {0: whole()}
+        async with asyncio.timeout(10.0):
+            await old.cancelled.wait()
+        with pytest.raises(StreamTaken):
+            await anext(former)
         router.assert_idle()
 
 
