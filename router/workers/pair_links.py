@@ -149,6 +149,13 @@ class PairTable:
         """By prefill and decode worker, the most recently used last."""
         self.changed: dict[tuple[WorkerKey, WorkerKey], None] = {}
         """Pairs measured since placement last used them."""
+        self.own_ms: dict[WorkerKey, dict[WorkerKey, float]] = {}
+        """By decode and prefill worker: milliseconds per token by which a pair differs from its class; no empty ones.
+        By workers and not by their rows, so that it need not be computed again when another one joins or leaves."""
+        self.fading: dict[tuple[WorkerKey, WorkerKey], None] = {}
+        """The pairs of `own_ms`, the one computed longest ago first."""
+        self._partners: dict[WorkerKey, dict[WorkerKey, None]] = {}
+        """The other worker of each of a worker's pairs."""
 
     def observe(
         self, prefill: WorkerInfo, decode: WorkerInfo, *, num_tokens: int, exposed_s: float, now_s: float
@@ -166,16 +173,41 @@ class PairTable:
             evidence.add(num_bytes, exposed_s, now_s)
         self.pairs.move_to_end(pair)
         self.changed[pair] = None
+        for one, other in (pair, pair[::-1]):
+            self._partners.setdefault(one, {})[other] = None
         if len(self.pairs) > MAX_PAIRS:
-            self.changed.pop(self.pairs.popitem(last=False)[0], None)
+            self._forget(next(iter(self.pairs)))
 
     def left(self, key: WorkerKey) -> None:
-        """Forget a worker that is gone."""
-        for pair in [pair for pair in self.pairs if key in pair]:
-            del self.pairs[pair]
-            self.changed.pop(pair, None)
+        """Forget a worker that is gone. O(its pairs)."""
+        for other in list(self._partners.get(key, ())):
+            for pair in ((key, other), (other, key)):
+                if pair in self.pairs:
+                    self._forget(pair)
         for receiver in [receiver for receiver in self.receivers if receiver[0] == key]:
             del self.receivers[receiver]
+
+    def differs(self, pair: tuple[WorkerKey, WorkerKey], own_ms: float) -> None:
+        """Record by how much a pair differs from its class; zero: not at all."""
+        prefill, decode = pair
+        self.fading.pop(pair, None)
+        if own_ms:
+            self.own_ms.setdefault(decode, {})[prefill] = own_ms
+            self.fading[pair] = None
+        elif own := self.own_ms.get(decode):
+            own.pop(prefill, None)
+            if not own:
+                del self.own_ms[decode]
+
+    def _forget(self, pair: tuple[WorkerKey, WorkerKey]) -> None:
+        del self.pairs[pair]
+        self.changed.pop(pair, None)
+        self.differs(pair, 0.0)
+        for one, other in (pair, pair[::-1]):
+            partners = self._partners[one]
+            del partners[other]
+            if not partners:
+                del self._partners[one]
 
     def class_s(self, link: LinkClass, now_s: float) -> float:
         """Return the exposed seconds per byte of a class."""
@@ -207,25 +239,20 @@ class PairLinks:
         self._mix /= np.maximum(1.0, self._mix.sum(axis=1, keepdims=True))
         self.offsets_ms: Floats = np.zeros(self._mix.shape)
         """[num_decode, num_classes]: milliseconds per token that a link of the class adds to the receiver's usual."""
-        self.own_ms: dict[int, dict[int, float]] = {}
-        """By decode and prefill row: milliseconds per token by which a pair differs from its class; no empty ones."""
         self.least_ms: Floats = np.zeros(len(decode))
         """[num_decode]: the least milliseconds per token that any link to the worker adds."""
         self.most_ms: Floats = np.zeros(len(decode))
         """[num_decode]: the most that a class of its links adds."""
-        self._fading: dict[tuple[WorkerKey, WorkerKey], None] = {}
-        """The pairs of `own_ms`, the one computed longest ago first."""
         self._columns: dict[int, Floats] = {}
         self._refresh_s = -inf
-        table.changed = dict.fromkeys(reversed(table.pairs))
 
     def refreshed(self, now_s: float) -> bool:
         """Use new measurements if it is time to; return whether any links differ."""
         if now_s >= self._refresh_s + REFRESH_S and self.links:
-            if self._table.changed or self._refresh_s == -inf or self.own_ms:
+            if self._table.changed or self._refresh_s == -inf or self._table.own_ms:
                 self._refresh(now_s)
             self._refresh_s = now_s
-        return len(self.links) > 1 or bool(self.own_ms)
+        return len(self.links) > 1 or bool(self._table.own_ms)
 
     def column(self, row: int) -> Floats:
         """Return the milliseconds per token that each prefill worker's link to a decode worker adds; infinite where
@@ -234,8 +261,9 @@ class PairLinks:
         if found is None:
             ids = np.minimum(self.class_ids[row], len(self.links))
             found = self._columns[row] = np.append(self.offsets_ms[row], np.inf)[ids]
-            for prefill_row, own_ms in self.own_ms.get(row, {}).items():
-                found[prefill_row] += own_ms
+            for prefill, own_ms in self._table.own_ms.get(self._decode.infos[row].key, {}).items():
+                if (prefill_row := self._prefill.rows.get(prefill)) is not None:
+                    found[prefill_row] += own_ms
         return found
 
     def _refresh(self, now_s: float) -> None:
@@ -248,7 +276,7 @@ class PairLinks:
                 weights[row, self.links.index(link)] += evidence.weight(now_s)
         usual = (weights * seconds).sum(axis=1) / np.maximum(1e-9, weights.sum(axis=1))
         self.offsets_ms = (seconds[None, :] - usual[:, None]) * decode.kv_token_bytes[:, None] * 1e3
-        due = dict.fromkeys((*islice(table.changed, MOST_REFRESHED), *islice(self._fading, MOST_REFRESHED)))
+        due = dict.fromkeys((*islice(table.changed, MOST_REFRESHED), *islice(table.fading, MOST_REFRESHED)))
         for pair in due:
             table.changed.pop(pair, None)
             self._refresh_pair(pair, now_s)
@@ -256,8 +284,9 @@ class PairLinks:
         has_class = self._mix > 0.0
         self.least_ms = np.where(has_class, self.offsets_ms, inf).min(axis=1)
         self.most_ms = np.where(has_class, self.offsets_ms, -inf).max(axis=1)
-        for row in self.own_ms:
-            self.least_ms[row] = self.column(row).min()
+        for key in table.own_ms:
+            if (row := decode.rows.get(key)) is not None:
+                self.least_ms[row] = self.column(row).min()
         # Workers without any partner.
         self.least_ms[~has_class.any(axis=1)] = self.most_ms[~has_class.any(axis=1)] = 0.0
 
@@ -266,19 +295,14 @@ class PairLinks:
         prefill_row, row = self._prefill.rows.get(pair[0]), self._decode.rows.get(pair[1])
         if prefill_row is None or row is None or (number := int(self.class_ids[row, prefill_row])) == NO_LINK:
             return
-        table, link = self._table, self.links[number]
-        own = self.own_ms.setdefault(row, {})
-        own.pop(prefill_row, None)
-        self._fading.pop(pair, None)
+        table, link, own_ms = self._table, self.links[number], 0.0
         evidence, receiver = table.pairs.get(pair), table.receivers.get((pair[1], link))
         if evidence is not None and receiver is not None:
             usual_s = receiver.estimate(table.class_s(link, now_s), now_s)
             difference_s = evidence.estimate(usual_s, now_s) - usual_s
             if abs(difference_s) > NOISE_SHARE * usual_s:
-                own[prefill_row] = difference_s * float(self._decode.kv_token_bytes[row]) * 1e3
-                self._fading[pair] = None
-        if not own:
-            del self.own_ms[row]
+                own_ms = difference_s * float(self._decode.kv_token_bytes[row]) * 1e3
+        table.differs(pair, own_ms)
 
     def _classes(self) -> NDArray[np.uint8]:
         """Compute all classes at a time: by host and rack, and once for each two kinds of workers."""

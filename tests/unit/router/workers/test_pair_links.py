@@ -104,14 +104,16 @@ def test_pair_measurements_fade_in_turn_when_more_than_are_computed_each_time(mo
     links = PairLinks(table, pool(*decode), pool(*prefill))
     for second in range(len(measured)):
         links.refreshed(float(second))
-    assert {row: own.keys() for row, own in links.own_ms.items()} == {0: {0, 1}, 1: {0, 1}}
+    assert {pair: own.keys() for pair, own in table.own_ms.items()} == {
+        receiver.key: {sender.key for sender in prefill} for receiver in decode
+    }
     # From then on only hand-offs to the first receiver are measured.
     later_s = 20 * HALF_LIFE_S
     for sender in prefill:
         observe(table, sender, decode[0], 9e-9 if sender is prefill[0] else 1e-9, now_s=later_s)
     for second in range(2 * len(measured)):
         links.refreshed(later_s + second)
-    assert links.own_ms.keys() == {0}
+    assert table.own_ms.keys() == {decode[0].key}
 
 
 def test_pair_links_impossible_pair_is_infinite() -> None:
@@ -142,6 +144,28 @@ def test_pair_table_forgets_departed_workers() -> None:
     assert not table.receivers
     assert not table.changed
     assert [rate.link.locality for rate in table.rates(0.0)] == [Locality.BEYOND]
+
+
+def test_what_pairs_differ_by_outlasts_joins_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that grows with the number of pairs is done when a worker joins or leaves: the event loop waits."""
+    table, decode = PairTable(), [info("d0", "a"), info("d1", "b")]
+    prefill = [info("p0", "c"), info("p1", "d")]
+    for sender in prefill:
+        for receiver in decode:
+            observe(table, sender, receiver, 9e-9 if sender is prefill[0] else 1e-9)
+    column_of(table, decode, prefill, 0)
+    assert not table.changed
+    # Rows move, and only pairs with new measurements are computed again.
+    monkeypatch.setattr(pair_links, "MOST_REFRESHED", 0)
+    more = [info("p9", "e"), *prefill]
+    slow, none, fast = (column_of(table, [decode[1]], more, 0)[row] for row in (1, 0, 2))
+    assert slow > none > fast
+    table.left(prefill[0].key)
+    assert {key: own.keys() for key, own in table.own_ms.items()} == {one.key: {prefill[1].key} for one in decode}
+    assert table.fading.keys() == table.pairs.keys()
+    for one in (prefill[1], *decode):
+        table.left(one.key)
+    assert (len(table.pairs), table.own_ms, table.fading, table._partners) == (0, {}, {}, {})
 
 
 def test_pair_table_ignores_impossible_measurements() -> None:
