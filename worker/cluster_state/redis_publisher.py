@@ -117,7 +117,8 @@ class ClusterStatePublisher:
                     await self._renew_and_check()
                     due_s = self._clock() + min(CHECK_S, self._settings.lease_s / 3)
                 self._wake.clear()
-                while (write := self._journal.next_write()) is not None:
+                # Not for ever: the lease must be renewed while changes keep coming.
+                while self._clock() < due_s and (write := self._journal.next_write()) is not None:
                     await self._write(write)
                 if not self._journal.is_behind:
                     self._behind_since_s = None
