@@ -56,6 +56,8 @@ class Answered:
 
     tenant: str
     status: int
+    is_whole: bool
+    """Whether it is a stream with text, an end mark and no error: what its client waited for."""
     first_s: float
     """Time to the first token of an answer, or to the end of a rejection."""
     last_s: float
@@ -65,7 +67,7 @@ class Answered:
     @property
     def is_good(self) -> bool:
         tpot_s = (self.last_s - self.first_s) / (ANSWER_TOKENS - 1)
-        return self.status == 200 and self.first_s <= TTFT_S and tpot_s <= TPOT_S
+        return self.is_whole and self.first_s <= TTFT_S and tpot_s <= TPOT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +108,27 @@ async def send_request(port: int, tenant: str, rng: Random) -> Answered:
         writer.write(head.encode() + data)
         answer = await reader.readuntil(b"\r\n\r\n")
         status = int(answer.split(None, 2)[1])
-        first_s = None
+        first_s, received = None, bytearray()
         while chunk := await reader.read(65536):
-            if first_s is None and b'"text"' in chunk:
+            received += chunk
+            if first_s is None and b'"text"' in received:
                 first_s = time.monotonic() - sent_s
         last_s = time.monotonic() - sent_s
         retry_after = re.search(rb"\r\nretry-after: *([0-9.]+)", answer.lower())
         return Answered(
             tenant=tenant,
             status=status,
+            is_whole=status == 200 and first_s is not None and _is_whole(received),
             first_s=last_s if first_s is None or status != 200 else first_s,
             last_s=last_s,
             retry_after_s=None if retry_after is None else float(retry_after[1]),
         )
     finally:
         writer.close()
+
+
+def _is_whole(stream: bytes | bytearray) -> bool:
+    return b"data: [DONE]" in stream and b'"error"' not in stream
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +153,7 @@ class Load:
             nonlocal done
             while time.monotonic() < ends_s:
                 answered = await send_request(self.port, modest()[0], rng)
-                done += answered.status == 200 and time.monotonic() <= ends_s
+                done += answered.is_whole and time.monotonic() <= ends_s
                 await asyncio.sleep(answered.retry_after_s or 0.0)
 
         self.seed += 1
@@ -189,7 +197,7 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
     answered = await load.open(dict.fromkeys(modest(), 3.0 * capacity / NUM_MODEST), seconds)
     good, late = sum(a.is_good for a in answered) / seconds, await load.refused_late() - before
     refused = [a for a in answered if a.status in (429, 503)]
-    served = [a for a in answered if a.status == 200]
+    served = [a for a in answered if a.is_whole]
     note(f"load 3: {good:.1f} good answers, {len(refused) / seconds:.1f} refusals per second")
     times_ms, lost = [1e3 * a.last_s for a in refused], len(answered) - len(served) - len(refused)
     immediate = sorted(times_ms)[: len(times_ms) - int(late)]
@@ -204,7 +212,7 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
         figure("overload: refused after a wait", late / max(1, len(refused)), "of refusals"),
         figure("overload: refusals with Retry-After", retry_after, "", at_least=1.0),
         figure("overload: accepted in time at 3x", sum(a.is_good for a in served) / max(1, len(served)), ""),
-        figure("overload: neither answered nor refused", lost, "requests", at_most=0.0),
+        figure("overload: neither answered whole nor refused", lost, "requests", at_most=0.0),
     ]
 
 
@@ -224,17 +232,17 @@ async def fairness_rows(load: Load, seconds: float, rounds: int, note: Callable[
         with_greedy = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
         others = [a for a in with_greedy if a.tenant != GREEDY]
         greedy = [a for a in with_greedy if a.tenant == GREEDY]
-        # A rejected request has no first token: it counts as infinite.
+        # A rejected or broken request has no answer: it counts as infinite.
         for p99s, found in ((before, alone), (after, others)):
-            p99s.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
-        refused += sum(a.status != 200 for a in others)
-        served.append(sum(a.status == 200 for a in greedy) / max(1, len(greedy)))
+            p99s.append(1e3 * quantile([a.first_s if a.is_whole else ENDLESS_S for a in found], 0.99))
+        refused += sum(not a.is_whole for a in others)
+        served.append(sum(a.is_whole for a in greedy) / max(1, len(greedy)))
         note(f"TTFT p99 {before[-1]:.0f} ms of {len(alone)} alone, {after[-1]:.0f} ms of {len(others)} with the greedy")
     return [
         figure("fairness: modest tenants alone, TTFT p99", median(before), "ms"),
         figure("fairness: beside one at 10x, TTFT p99", median(after), "ms"),
         figure("fairness: the one over the other", median(map(truediv, after, before)), "", at_most=1.5),
-        figure("fairness: refused beside it", refused, "requests"),
+        figure("fairness: refused or broken beside it", refused, "requests"),
         figure("fairness: served of the one at 10x", median(served), ""),
     ]
 

@@ -45,6 +45,8 @@ class SoakLoad:
         self.failures: Counter[str] = Counter()
         """Unexpected outcomes, by kind and reason."""
         self.num_left_out = 0
+        self.num_cancelled = 0
+        """Requests that were in flight when the load was stopped."""
         self._kinds: Mapping[str, Callable[[], Awaitable[None]]] = {
             "chat": self._chat,
             "stream": self._stream,
@@ -55,6 +57,12 @@ class SoakLoad:
             "refused": self._refused,
             "scrape": self._scrape,
         }
+
+    @property
+    def num_unaccounted(self) -> int:
+        """Requests of which nothing is known, once the load was stopped."""
+        known = self.served.total() + self.failures.total() + self.num_left_out + self.num_cancelled
+        return self._number - known
 
     async def run(self) -> None:
         """Send at the steady rate until cancelled; then the requests in flight are cancelled, too."""
@@ -73,6 +81,7 @@ class SoakLoad:
                 due_s = max(due_s + 1 / self._rate, loop.time() - 1.0)
                 await asyncio.sleep(due_s - loop.time())
         finally:
+            self.num_cancelled = sum(not task.done() for task in self._running)
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
@@ -81,7 +90,7 @@ class SoakLoad:
     async def _one(self, kind: str) -> None:
         try:
             await self._kinds[kind]()
-        except (httpx.HTTPError, _Unexpected) as error:
+        except Exception as error:  # noqa: BLE001  # an answer that cannot be read at all is a failure like any other
             self.failures[f"{kind}: {str(error) or type(error).__name__}"[:200]] += 1
         else:
             self.served[kind] += 1

@@ -90,7 +90,9 @@ def _load_rows(load: SoakLoad, total_s: float) -> Iterable[Row]:
     for kind, count in sorted(load.served.items()):
         yield figure(f"served: {kind}", count, "")
     yield figure("requests left out: too many in flight", load.num_left_out, "")
+    yield figure("requests cancelled at the end", load.num_cancelled, "")
     yield figure("requests failed", load.failures.total(), "", at_most=0)
+    yield figure("requests sent of which nothing is known", load.num_unaccounted, "", at_most=0)
 
 
 class _Watch:

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import suppress
 from random import Random
 
+import httpx
 import pytest
 
 from tandem_bench.__main__ import parser
@@ -22,6 +23,25 @@ async def test_soak_load_counts_failures_and_continues_without_server() -> None:
     assert {reason.partition(":")[0] for reason in load.failures} == load._kinds.keys()
     assert not load.served
     assert not load._running
+    assert load.num_unaccounted == 0
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "nonsense", '{"choices": []}', "data: {}\n\n"])
+async def test_soak_load_counts_unreadable_answers_as_failures(answer: str) -> None:
+    load = SoakLoad("http://router", rate=500.0, rng=Random(1))
+    await load._http.aclose()
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=answer))
+    load._http = httpx.AsyncClient(transport=transport, base_url="http://router")
+    sending = asyncio.create_task(load.run())
+    # Whoever hangs up early, or only looks at the status, is content.
+    content = {"cancelled stream", "scrape"}
+    await until(lambda: sending.done() or load.failures.total() >= 20, "failures")
+    sending.cancel()
+    with suppress(asyncio.CancelledError):
+        await sending
+    assert {reason.partition(":")[0] for reason in load.failures} == load._kinds.keys() - content
+    assert load.served.keys() <= content
+    assert load.num_unaccounted == 0
 
 
 def test_soak_process_names_include_module_and_index() -> None:
