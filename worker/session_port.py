@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tandem.protocol.session_versions import LOAD_PERIOD_S, MOST_LOAD_PERIOD_S, SPOKEN, worker_dialect
@@ -12,6 +12,9 @@ from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 
 MAX_QUEUED_MESSAGES = 16_384
+PIECE_EVENTS = 4_096
+"""Blocks of a snapshot in one message. A router applies them in some milliseconds and goes on with other work; all of a
+large cache in one would halt its streams, or exceed what it reads as one message."""
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +22,18 @@ _log = logging.getLogger(__name__)
 def orders_of(message: pb.RouterMessage) -> Sequence[pb.RouterMessage]:
     """The orders in a message, one by one."""
     return message.orders.orders if message.HasField("orders") else (message,)
+
+
+def snapshot_pieces(next_event: int, stored: Sequence[pb.KVEvent]) -> Iterator[pb.KVEvents]:
+    """A snapshot, then changes numbered so that the last of them ends before `next_event`.
+
+    The first piece is larger where there are fewer numbers before that: blocks that were on disk at start have none.
+    """
+    end = max(PIECE_EVENTS, len(stored) - next_event)
+    yield pb.KVEvents(first_sequence=next_event - len(stored[end:]), cleared=True, events=stored[:end])
+    for begin in range(end, len(stored), PIECE_EVENTS):
+        first = next_event - (len(stored) - begin)
+        yield pb.KVEvents(first_sequence=first, events=stored[begin : begin + PIECE_EVENTS])
 
 
 class EventSink(Protocol):
@@ -104,8 +119,8 @@ class SessionPort:
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
         """Send the whole prefix cache; later events count from `next_event`."""
         self._next_event = next_event
-        events = pb.KVEvents(first_sequence=next_event, cleared=True, events=stored)
-        self.send(pb.WorkerMessage(kv_events=events))
+        for events in snapshot_pieces(next_event, stored):
+            self.send(pb.WorkerMessage(kv_events=events))
 
     def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
         """Send changes numbered from `first`, except those in the snapshot. Returns False when some are missing."""

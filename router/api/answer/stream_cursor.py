@@ -75,6 +75,12 @@ class StreamCursor:
             at.num_chars += len(delta.text)
             at.worker = delta.worker or at.worker
 
+    def begun(self, delta: TextDelta) -> None:
+        """Note the worker of the first tokens, before an event that has none of them."""
+        if self._ids is not None:
+            at = self._choices[delta.choice_index]
+            at.worker = delta.worker or at.worker
+
     @property
     def has_ids(self) -> bool:
         """Whether events have ids."""

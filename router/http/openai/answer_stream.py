@@ -80,7 +80,10 @@ class SseAnswerStream(TextSink):
             self._fields["usage"] = usage_object(self._usage)
         if self._extras.timing and self._usage.complete and not self._extras.include_usage and chunks:
             chunks[-1]["timing"] = timing_object(self._usage)
-        events = [] if self._opened else self._opening()
+        events: list[bytes] = []
+        if not self._opened:
+            self._cursor.begun(delta)
+            events = self._opening()
         self._opened = True
         self._cursor.moved(delta)
         events += [event(chunk | self._fields, event_id=self._id_of(chunk)) for chunk in chunks]

@@ -10,7 +10,7 @@ from tandem.protocol.session_versions import SPOKEN
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 from worker import sessions
-from worker.session_port import MAX_QUEUED_MESSAGES, SessionPort
+from worker.session_port import MAX_QUEUED_MESSAGES, PIECE_EVENTS, SessionPort
 from worker.sessions import WorkerSessions
 
 
@@ -153,6 +153,27 @@ async def test_session_events_covered_by_snapshot_are_not_sent_again() -> None:
     assert (snapshot.cleared, snapshot.first_sequence, len(snapshot.events)) == (True, 5, 2)
     assert (first.first_sequence, [e.block_hash for e in first.events]) == (5, [b"new"])
     assert (second.first_sequence, [e.block_hash for e in second.events]) == (6, [b"newer"])
+
+
+@pytest.mark.parametrize(
+    ("next_event", "num_stored", "num_first"),
+    [(0, 0, 0), (3, 3, 3), (9_000, 4_096, 4_096), (9_000, 9_000, 4_096), (5_000, 20_000, 15_000), (0, 9_000, 9_000)],
+)
+async def test_large_snapshot_is_sent_in_pieces(next_event: int, num_stored: int, num_first: int) -> None:
+    """One message of it all would halt a router's streams, and above 32 MiB end its session."""
+    names = [number.to_bytes(16, "big") for number in range(num_stored)]
+    port = SessionPort(Incarnation(1))
+    port.send_snapshot(next_event, stored(*names))
+    assert port.send_events(next_event, stored(b"later"))
+    first, *changes = await sent(port)
+    assert (first.cleared, len(first.events)) == (True, num_first)
+    due, found = first.first_sequence, [event.block_hash for event in first.events]
+    for piece in changes:
+        assert (piece.cleared, piece.first_sequence) == (False, due)
+        assert len(piece.events) <= PIECE_EVENTS
+        due += len(piece.events)
+        found += [event.block_hash for event in piece.events]
+    assert (due, found) == (next_event + 1, [*names, b"later"])
 
 
 async def test_session_gap_is_detected() -> None:

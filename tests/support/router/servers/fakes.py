@@ -23,7 +23,7 @@ from tandem.config.cluster import RouterConfig
 from tandem.errors import ServingError
 from tandem.pooling_model import PoolingModel
 from tandem.telemetry.tracing import Tracer
-from tandem.values.ids import RequestId
+from tandem.values.ids import Incarnation, RequestId
 from tandem.values.outputs import (
     NO_PREDICTION_USE,
     CachedTokens,
@@ -107,6 +107,7 @@ class Script:
     per_delta: int = 1
     hang_after: int | None = None
     logprobs: bool = False
+    worker: int = 0
 
 
 @dataclass
@@ -140,7 +141,7 @@ class FakeGenerator:
                     if tokens := script.tokens[done : done + script.per_delta]:
                         cached = None if done else script.cached_tokens
                         shown = tuple(map(self._token, tokens))
-                        yield ChoiceDelta(choice_index=choice, tokens=shown, cached_tokens=cached)
+                        yield ChoiceDelta(choice_index=choice, tokens=shown, cached_tokens=cached, worker=script.worker)
             finish = ChoiceFinish(
                 reason=script.reason,
                 cached_tokens=script.cached_tokens,

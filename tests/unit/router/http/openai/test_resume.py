@@ -120,6 +120,16 @@ async def test_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) -> None
     assert shown(has) == shown(whole)
 
 
+async def test_every_id_names_the_worker_that_has_the_stream(tokenizer: Tokenizer) -> None:
+    """The first event's too, which has no text: else a stream that broke there could never be adopted."""
+    whole = await Router(tokenizer, worker=8).events(CHAT, HELLO, ASK)
+    other = Router(tokenizer)
+    for event in whole[:3]:
+        await other.events(CHAT, HELLO, {"Last-Event-ID": event["id"]})
+    resumed = [request.resume for request in other.parts.generator.requests]
+    assert [[point.worker for point in points] for points in resumed if points] == [[8]] * 3
+
+
 async def test_stream_ids_are_sent_on_request_only(tokenizer: Tokenizer) -> None:
     assert all("id" not in event for event in await Router(tokenizer).events(CHAT, HELLO, {}))
     several = {"prompt": ["a", "b"], "max_tokens": 4}
