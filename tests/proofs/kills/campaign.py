@@ -68,6 +68,8 @@ _WITHOUT_RANK = ("this worker cannot go on without it", "the engine failed: Rank
 _RAISED = re.compile(r"[\w-]+:[ |+]*(?:[\w]+\.)*(\w+): ")
 """The last line of a traceback, of an exception of this class."""
 _OF_A_LOST_RANK = frozenset({"RankLost", "ExceptionGroup", "BaseExceptionGroup"})
+_MOST_REASONS = 80
+"""Lines of one process that are shown where its end was not expected."""
 _WAITS_FOR_RETURN = 0.7
 """Share of the kills after which nothing else is killed until the victim is back."""
 WITHIN = ("reserved", "streaming", "sealed")
@@ -326,11 +328,23 @@ class Campaign:
                 return after_s, [end for end in state["ends"] if end["peer"] == dead]
             await asyncio.sleep(_POLL_S)
 
+    @staticmethod
+    def _with_reasons(lines: Mapping[int, str], unexpected: set[int]) -> list[int]:
+        """Lines that nothing explains, and what the same process said between them: the reason has no word of these."""
+        by_process: dict[str, list[int]] = {}
+        for at in sorted(unexpected):
+            by_process.setdefault(lines[at].partition(":")[0], []).append(at)
+        found = set(unexpected)
+        for name, own in by_process.items():
+            between = [at for at in range(own[0], own[-1] + 1) if at in lines and lines[at].startswith(f"{name}:")]
+            found.update(between[-_MOST_REASONS:])
+        return sorted(found)
+
     def _unexpected_exits(self, num_kills: int) -> list[str]:
         logged = self._workers.cluster.logs.lines
         lines = {at: line for at, line in enumerate(logged) if at >= self._first_line}
         wrong = {at for at, line in lines.items() if any(word in line for word in _WRONG)}
-        found = [lines[at] for at in sorted(wrong - set(self._excused))]
+        found = [lines[at] for at in self._with_reasons(lines, wrong - set(self._excused))]
         num_ended = sum("was ended by SIGKILL; restart" in line for line in lines.values())
         num_lost = sum(_EXITED in lines[at] for at in wrong & set(self._excused))
         if (num_ended, num_lost) != (num_kills - self.report.num_ranks_killed, self.report.num_ranks_killed):
