@@ -60,6 +60,8 @@ _DEFAULT_CONTEXTS = 32
 _WORKSPACE_MARGIN = 1.25
 _MOST_STEPS_UNDER_WAY = 2
 """One is launched while the one before it runs."""
+_SHORTEST_TOKENS = 2
+"""A prompt of one token, and its answer."""
 _RANK_TIMEOUT_S = 60.0
 """A rank that computes for this long while others wait for it counts as frozen."""
 
@@ -287,10 +289,20 @@ def _layout(spec: EngineSpec, config: ModelSpec, model: Decoder, context: int) -
     )
 
 
-def _pool_tokens(spec: EngineSpec, windows: WindowSpec | None) -> int:
-    """Tokens of the longest sequence that a pool of `spec.num_blocks` holds."""
-    num_blocks = spec.num_blocks or 0
-    return num_blocks * spec.block_size if windows is None else windows.max_tokens(num_blocks)
+def _largest_context(spec: EngineSpec, context: int, windows: WindowSpec | None) -> int:
+    """Longest sequence that the pool must hold. Raises ConfigError for a pool sized by hand that is of no use."""
+    if spec.num_blocks is None:
+        return context
+    # Such a pool may be smaller than one context: longer requests are then refused one by one.
+    if windows is None:
+        return min(context, spec.num_blocks * spec.block_size)
+    most, needed = windows.max_tokens(spec.num_blocks), spec.max_model_len or _SHORTEST_TOKENS
+    if most < needed:
+        raise ConfigError(
+            f"engine.num_blocks is {spec.num_blocks}: with engine.windowed_layers apart, a sequence of {needed} tokens"
+            f" takes {windows.num_blocks(needed)} blocks"
+        )
+    return min(context, most)
 
 
 def _guides(spec: EngineSpec, config: ModelSpec, limit_bytes: int) -> LlGuides:
@@ -319,6 +331,7 @@ def _budget(
 ) -> MemoryBudget:
     """Divide one rank's memory: the workspace is measured, the KV pool gets the rest. Raises ConfigError."""
     context = _context(spec.max_model_len, model.config.max_context)
+    largest_context = _largest_context(spec, context, windows)
     max_blocks = spec.num_blocks
     if max_blocks is None and spec.memory_bytes is None and model.device.type == "cpu":
         of_context = -(-context // spec.block_size) if windows is None else windows.num_blocks(context)
@@ -335,8 +348,7 @@ def _budget(
         weights_bytes=weights_bytes,
         workspace_bytes=workspace_bytes,
         layout=layout,
-        # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
-        max_context=context if spec.num_blocks is None else min(context, _pool_tokens(spec, windows)),
+        max_context=largest_context,
         windows=windows,
         offload_bytes=offload_bytes,
         grammar_bytes=grammar_bytes,

@@ -31,7 +31,7 @@ from tandem.process.host_memory import resident_bytes
 from tandem.protocol.session_versions import MOST_LOAD_PERIOD_S
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId
-from tandem.values.prefix_pin import PinOrder, PinResult
+from tandem.values.prefix_pin import PinOrder, PinOutcome, PinResult
 from worker.session_port import EventSink
 from worker.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
 from worker.work_meter import WorkMeter
@@ -138,8 +138,20 @@ class EngineHost:
         await self.call(lambda _: self._engine.replace_runner(replace))
 
     def pin(self, order: PinOrder, on_outcome: Callable[[PinResult], None]) -> None:
-        """Make or renew a pin between two steps; `on_outcome` is called with the result on the event loop."""
-        self.post(lambda scheduler: self._call_on_loop(on_outcome, scheduler.pins.pin(order, time.monotonic())))
+        """Make or renew a pin between two steps; `on_outcome` is called with the result on the event loop.
+
+        An order that is refused as invalid has an outcome too: its router waits for one.
+        """
+
+        def pin(scheduler: Scheduler) -> None:
+            try:
+                result = scheduler.pins.pin(order, time.monotonic())
+            except ServingError as refusal:
+                _log.warning("a pin was refused: %s", refusal.message)
+                result = PinResult(key=order.key, outcome=PinOutcome.NO_ROOM)
+            self._call_on_loop(on_outcome, result)
+
+        self.post(pin)
 
     def next_read(self) -> asyncio.Event:
         """Event that is set when the disk has read another block from now on."""

@@ -5,6 +5,7 @@ evictable blocks never fall below the blocks promised, so a promised block is al
 preemption, and a request that grows must find room in what is left (`num_available`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -84,6 +85,8 @@ class BlockManager:
         self._num_promised = 0
         self._pins: dict[RequestId, _Pin] = {}
         self._holds = StepHolds()
+        self.marked_ends: Counter[BlockId] = Counter()
+        """Blocks at which a chain is likely to be gone on from: the windows there are worth keeping."""
         self._below: LowerCache | None = None
         self._clock = clock
 
@@ -189,13 +192,11 @@ class BlockManager:
         )
 
     def found(self, request: Request, match: PrefixMatch) -> Iterator[BlockId]:
-        """Blocks of a prefix just matched, in order, with the window sets that are taken with them."""
+        """Blocks of a prefix just matched, in order, without those of its windows."""
         for i in range(match.num_blocks):
             if (block := self.index.find(self.name(request, i))) is None:
                 return
             yield block
-            if self._windows is not None and i >= match.first_window_block:
-                yield from self._windows.set_of(block) or ()
 
     def take_prefix(self, request: Request, match: PrefixMatch) -> None:
         """Start the request's table with a prefix just matched. Raises PoolExhausted, and then takes nothing."""
@@ -218,6 +219,9 @@ class BlockManager:
         table = request.windows = WindowTable(windows.spec.num_groups, first=match.first_window_block)
         # The prompt may come again; and where its names end, another sequence has parted from it.
         ends = {(request.num_prompt_tokens - 1) // self.block_size, match.num_indexed}
+        if self.marked_ends:
+            known = range(match.num_blocks, match.num_indexed)
+            ends.update(i + 1 for i in known if self.index.find(self.name(request, i)) in self.marked_ends)
         table.kept_ends = tuple(ends - {match.num_blocks})
         for i in range(match.first_window_block, match.num_blocks):
             owner = request.block_table[i]
@@ -230,25 +234,32 @@ class BlockManager:
         self._num_promised += table.num_credits * windows.spec.num_groups
 
     def share(self, blocks: Sequence[BlockId]) -> None:
-        """Add a reference to each block of a chain, from its root on, and of the window sets that `with_windows` has
-        added. Raises PoolExhausted, and then adds none.
+        """Add a reference to each of these blocks: of a chain, from its root on, or of its window (`window_of`).
+
+        Raises PoolExhausted, and then adds none.
         """
+        self._require(self.cost_of_sharing(blocks))
         windows = self._windows
-        is_window = [windows is not None and block in windows for block in blocks]
-        shares = sum(1 for block, wins in zip(blocks, is_window, strict=True) if wins or not self.pool.num_refs(block))
-        self._require(shares)
-        for block, wins in zip(blocks, is_window, strict=True):
-            if wins and windows is not None:
+        for block in blocks:
+            if windows is not None and block in windows:
                 self._num_promised += windows.acquire_block(block)
             elif self.pool.acquire(block) == 1:
                 self.index.unpark(block)
 
-    def with_windows(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """The blocks of a chain, and those of the windows at its end as far as they are here."""
-        found, windows = [*blocks], self._windows
-        if windows is not None:
-            first = windows.spec.prefix_from(len(blocks))
-            found += [each for block in blocks[first:] for each in windows.set_of(block) or ()]
+    def cost_of_sharing(self, blocks: Sequence[BlockId]) -> int:
+        """Available blocks that `share` uses up: those that are evictable, and all of windows."""
+        windows, pool = self._windows, self.pool
+        return sum(not pool.num_refs(block) or (windows is not None and block in windows) for block in blocks)
+
+    def window_of(self, chain: Sequence[BlockId]) -> list[BlockId] | None:
+        """Blocks of the window at a chain's end, without which it is of no use; None where one of its sets is gone."""
+        windows, found = self._windows, list[BlockId]()
+        if windows is None:
+            return found
+        for block in chain[windows.spec.prefix_from(len(chain)) :]:
+            if (blocks := windows.set_of(block)) is None:
+                return None
+            found += blocks
         return found
 
     def fork(self, request: Request, source: Request, index: int) -> list[BlockCopy]:

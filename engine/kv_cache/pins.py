@@ -1,8 +1,13 @@
 """Pinned prefixes: kept in the pool at a tenant's request, each until a time, together within bounds. Pure.
 
-Life of a pin: `pin` takes a reference on every block from the chain's root to its last block, all of which must be
-in the pool; the same key again renews it; it ends by time (`expire`), by its tenant (`unpin`), or by giving way. A
-referenced block is never evicted, and not counted as available: promises and reservations need know nothing of pins.
+Life of a pin: `pin` keeps every block from the chain's root to its last block, all of which must be in the pool; the
+same key again renews it; it ends by time (`expire`), by its tenant (`unpin`), or by giving way. All pins together have
+one reference on each block that they keep. A referenced block is never evicted, and not counted as available: promises
+and reservations need know nothing of pins.
+
+Where windowed layers have blocks of their own, a pin keeps the window at its end as well. Inside a prompt that window
+may be gone when the order comes: its blocks are then kept without it, the next sequence that has to compute them again
+leaves it (`BlockManager.marked_ends`), and the renewal that follows takes it.
 
 Bounds. All pins together hold at most `max_blocks` blocks, one tenant's at most `max_tenant_blocks`: a tenant's new pin
 takes the place of that tenant's least recently used ones, never of another tenant's. What is left of the pool is the
@@ -11,7 +16,7 @@ give way, the least recently used first and no more than it needs (`make_way`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_manager import BlockManager
@@ -43,6 +48,8 @@ class _Pin:
     """Blocks of the prefix, from the root on, then those of the windows at its end."""
     num_chained: int
     """Blocks of the prefix alone."""
+    has_window: bool
+    """Whether a request can go on from its end: false while the window there is not kept."""
     ends_s: float
 
 
@@ -74,40 +81,66 @@ class PrefixPins:
         self.expire(now)
         known = self._pins.get(order.key)
         if known is not None and known.last_block == order.last_block:
-            self._renewed += 1
-            known.ends_s = now + order.ttl_s
-            # A renewed pin may end earlier than before.
-            self._soonest_s = min(self._soonest_s, known.ends_s)
-            self._pins[order.key] = self._pins.pop(order.key)
-            return self._held_outcome(order.key, known)
+            return self._renew(order, known, now)
         if known is not None:
             self.unpin(order.key)
         chain = self._blocks.index.chain_to(order.last_block)
-        blocks = None if chain is None else self._blocks.with_windows(chain)
-        if blocks is None or not self._have_room(order.key.tenant, blocks):
+        if chain is None:
             self._refused += 1
-            return PinResult(key=order.key, outcome=PinOutcome.NOT_HERE if blocks is None else PinOutcome.NO_ROOM)
-        self._blocks.share(blocks)
+            return PinResult(key=order.key, outcome=PinOutcome.NOT_HERE)
+        window = self._blocks.window_of(chain)
+        blocks = (*chain, *(window or ()))
+        if not self._keep(order.key.tenant, blocks):
+            self._refused += 1
+            return PinResult(key=order.key, outcome=PinOutcome.NO_ROOM)
+        self._blocks.marked_ends[chain[-1]] += 1
         made = _Pin(
-            last_block=order.last_block, blocks=tuple(blocks), num_chained=len(chain or ()), ends_s=now + order.ttl_s
+            last_block=order.last_block,
+            blocks=blocks,
+            num_chained=len(chain),
+            has_window=window is not None,
+            ends_s=now + order.ttl_s,
         )
         self._pins[order.key] = made
-        self._by_block.update(blocks)
-        self._by_tenant.setdefault(order.key.tenant, Counter()).update(blocks)
         self._soonest_s = min(self._soonest_s, made.ends_s)
         self._made += 1
         return self._held_outcome(order.key, made)
 
-    def _held_outcome(self, key: PinKey, pin: _Pin) -> PinResult:
-        return PinResult(key=key, outcome=PinOutcome.HELD, num_tokens=pin.num_chained * self._blocks.block_size)
+    def _renew(self, order: PinOrder, pin: _Pin, now: float) -> PinResult:
+        self._renewed += 1
+        pin.ends_s = now + order.ttl_s
+        # A renewed pin may end earlier than before.
+        self._soonest_s = min(self._soonest_s, pin.ends_s)
+        self._pins[order.key] = self._pins.pop(order.key)
+        window = None if pin.has_window else self._blocks.window_of(pin.blocks)
+        if window is not None and self._keep(order.key.tenant, window, beside=pin.blocks):
+            pin.blocks, pin.has_window = (*pin.blocks, *window), True
+        return self._held_outcome(order.key, pin)
 
-    def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
+    def _held_outcome(self, key: PinKey, pin: _Pin) -> PinResult:
+        num_tokens = pin.num_chained * self._blocks.block_size if pin.has_window else 0
+        return PinResult(key=key, outcome=PinOutcome.HELD, num_tokens=num_tokens)
+
+    def _keep(self, tenant: str, blocks: Sequence[BlockId], *, beside: Sequence[BlockId] = ()) -> bool:
+        """Keep blocks of a pin that keeps those `beside` already. Returns False, with nothing changed, without room."""
+        if not self._have_room(tenant, [*beside, *blocks]):
+            return False
+        self._blocks.share(self._not_kept(blocks))
+        self._by_block.update(blocks)
+        self._by_tenant.setdefault(tenant, Counter()).update(blocks)
+        return True
+
+    def _not_kept(self, blocks: Iterable[BlockId]) -> list[BlockId]:
+        return [block for block in blocks if block not in self._by_block]
+
+    def _have_room(self, tenant: str, blocks: Sequence[BlockId]) -> bool:
         """Release older pins of the tenant as needed. Returns False, with none released, if that is not enough."""
         bounds = self._bounds
         others = sum(len(held) for name, held in self._by_tenant.items() if name != tenant)
         most = min(bounds.max_tenant_blocks, bounds.max_blocks - others)
-        num_parked = sum(1 for block in blocks if not self._blocks.pool.num_refs(block))
-        if len(blocks) > most or num_parked > self._blocks.num_available:
+        # A pin that gives way makes as many blocks available as keeping the same ones then takes.
+        cost = self._blocks.cost_of_sharing(self._not_kept(blocks))
+        if len(blocks) > most or cost > self._blocks.num_available:
             return False
         own = [key for key in self._pins if key.tenant == tenant]
         wanted, held = set(blocks), self._by_tenant.get(tenant, Counter())
@@ -129,13 +162,12 @@ class PrefixPins:
             return False
         held = self._by_tenant[key.tenant]
         for block in pin.blocks:
-            for counts in (self._by_block, held):
-                counts[block] -= 1
-                if not counts[block]:
-                    del counts[block]
+            _count_down(self._by_block, block)
+            _count_down(held, block)
         if not held:
             del self._by_tenant[key.tenant]
-        self._blocks.release(pin.blocks)
+        _count_down(self._blocks.marked_ends, pin.blocks[pin.num_chained - 1])
+        self._blocks.release(self._not_kept(pin.blocks))
         return True
 
     def _give_way(self, key: PinKey) -> None:
@@ -153,8 +185,9 @@ class PrefixPins:
         self._soonest_s = min((pin.ends_s for pin in self._pins.values()), default=_FOREVER)
 
     def make_way(self, num_blocks: int, used: Iterable[BlockId]) -> bool:
-        """Release pins for a request that needs `num_blocks` blocks and holds `used`. Returns whether a pin gave way.
+        """Release pins for a request that needs `num_blocks` blocks in all. Returns whether a pin gave way.
 
+        `used`: those of them that it shares with pins at no cost; blocks of windows never are.
         Only for a request that could not run beside the pins even if it were alone.
         """
         rest = self._blocks.pool.num_blocks - len(self._by_block)
@@ -179,7 +212,7 @@ class PrefixPins:
 
     def references(self) -> list[BlockId]:
         """References that pins own, for audits."""
-        return [block for pin in self._pins.values() for block in pin.blocks]
+        return list(self._by_block)
 
     def totals(self) -> PinTotals:
         return PinTotals(
@@ -192,3 +225,10 @@ class PrefixPins:
             gave_way=self._gave_way,
             expired=self._expired,
         )
+
+
+def _count_down(counts: Counter[BlockId], block: BlockId) -> None:
+    """Subtract one; what reaches zero is no longer counted."""
+    counts[block] -= 1
+    if not counts[block]:
+        del counts[block]

@@ -42,6 +42,8 @@ class _Reservation:
     grant: ReservationGrant
     num_held_blocks: int
     bound: tuple[BlockId, ...] | None = None
+    num_destinations: int = 0
+    """Blocks that a peer may write: those bound, and those of their windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,9 @@ class Reservations:
             reservation.bound = tuple(self._blocks.allocate_promised(reservation.grant.num_blocks))
             self._blocks.grow(reservation.request, reservation.bound)
             sets = self._blocks.cover(reservation.request, reservation.request.num_tokens)
-            self.on_bound((*reservation.bound, *(block for each in sets for block in each)))
+            destinations = (*reservation.bound, *(block for each in sets for block in each))
+            reservation.num_destinations = len(destinations)
+            self.on_bound(destinations)
         return reservation.bound
 
     def bind_all(self, transfer_id: TransferId) -> tuple[tuple[BlockId, ...], tuple[tuple[BlockId, ...], ...]]:
@@ -195,7 +199,8 @@ class Reservations:
         if reservation.bound is None or writer_is_quiet:
             self._blocks.release(references)
         else:
-            self._quarantined[transfer_id] = _Quarantine(references=references, num_destinations=len(reservation.bound))
+            num_destinations = reservation.num_destinations
+            self._quarantined[transfer_id] = _Quarantine(references=references, num_destinations=num_destinations)
         return request
 
     def cancel(self, transfer_id: TransferId) -> Request:

@@ -189,7 +189,7 @@ class StepPlanner:
         num_tokens = request.num_tokens + request.num_awaited_tokens
         num_missing = self._blocks.num_missing(request, num_tokens)
         while num_missing > self._blocks.num_available:
-            if self._pins.make_way(self._blocks.num_needed(num_tokens), self._blocks.held(request)):
+            if self._pins.make_way(self._blocks.num_needed(num_tokens), request.block_table):
                 continue
             if self._ahead:
                 self._must_settle = True

@@ -58,7 +58,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.states import NEXT, HandoffState
 from tandem.errors import InvariantError, TransferError
-from tandem.values.ids import BlockHash, BlockId, Incarnation
+from tandem.values.ids import NO_BLOCK, BlockHash, BlockId, Incarnation
 from tandem.values.kv_layout import KVLayout
 
 
@@ -103,6 +103,8 @@ class Receiver:
         self._progress = Lease(plan.queue_s, now)
         self._drain = Lease(plan.drain_s, now)
         self._blocks: tuple[BlockId, ...] = ()
+        self._windows: tuple[tuple[BlockId, ...], ...] = ()
+        """Blocks of each group of windowed layers, for the same token blocks as `_blocks`; see BlocksBound."""
         self._binding = False
         self._granted = False
         self._opened: dict[int, GrantOpened] = {}
@@ -144,7 +146,9 @@ class Receiver:
     def num_leased_blocks(self) -> int:
         """Destinations that the peer may write, or may still be writing."""
         over = self.state in (HandoffState.COMMITTED, HandoffState.CLOSED)
-        return len(self._blocks) if self._granted and not over else 0
+        if over or not self._granted:
+            return 0
+        return len(self._blocks) + sum(len(blocks) - blocks.count(NO_BLOCK) for blocks in self._windows)
 
     def renew(self, now: float) -> None:
         """Renew the lease: the peer reports the hand-off alive on its side."""
@@ -247,7 +251,7 @@ class Receiver:
         if not self._binding:
             raise InvariantError(f"receiver {self.plan.key}: bound twice")
         self._binding = False
-        self._blocks = blocks
+        self._blocks, self._windows = blocks, event.windows
         if self.state is not HandoffState.OFFERED:
             return self._close()
         if guards.wrong_binding(len(blocks), self._num_blocks):
@@ -394,6 +398,7 @@ class Receiver:
         complete = num_units // self._units_per_block
         num_landed = min(complete, keepable, len(self._blocks))
         landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]
+        self._windows = tuple(blocks[num_landed:] for blocks in self._windows)
         report: list[Action] = [ReportFailed(landed=landed, failure=failure, expired=expired)]
         if expired:
             report.insert(0, SendMessage(body=Abort(reason=failure.message)))

@@ -55,7 +55,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.states import NEXT, HandoffState
 from tandem.errors import DeadlineExceeded, InvariantError, Unavailable
-from tandem.values.ids import BlockId, Incarnation
+from tandem.values.ids import NO_BLOCK, BlockId, Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,9 @@ class Sender:
     @property
     def num_pinned_blocks(self) -> int:
         """Number of known source blocks that are kept for the peer."""
-        return len(self._sources[0]) if self.state is not HandoffState.CLOSED else 0
+        if self.state is HandoffState.CLOSED:
+            return 0
+        return sum(len(known) - known.count(NO_BLOCK) for known in self._sources)
 
     def start(self) -> Actions:
         """Hand the job to the engine."""

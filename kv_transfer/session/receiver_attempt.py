@@ -169,7 +169,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             case ReportFailed():
                 self._user.failed(self, action.landed, action.failure)
             case Quarantine():
-                self._count_quarantined(len(action.blocks))
+                self._count_quarantined(self.machine.num_leased_blocks)
                 owner.quarantine(transfer_id, action.blocks)
             case ReleaseBlocks():
                 self._count_quarantined(0)

@@ -37,7 +37,8 @@ def best_holder(
     most = max(matched, default=0) if isinstance(matched, list) else np.maximum.reduce(matched, initial=0)
     if most < own + MIN_GAIN_TOKENS:
         return None
-    if demand.only is not None:
+    # Workers that keep windowed layers apart fetch nothing; a hint would cost the prompt a turn of the engine.
+    if demand.only is not None or computing.layout.windowed_layers:
         return None
     # Sorted by the upper bound of each: most are never checked for what is confirmed.
     best: tuple[_Order, WorkerInfo] | None = None

@@ -45,13 +45,33 @@ class WorkerInfo(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens whose KV may be cached on the worker, in its pool or below."""
+        """Most tokens whose KV may be cached on the worker, in its pool or below."""
         return (self.num_blocks + self.num_blocks_below) * self.layout.block_size
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens whose KV fits the worker's whole pool."""
-        return self.num_blocks * self.layout.block_size
+        """Tokens of the longest sequence whose KV fits the worker's whole pool."""
+        return self.tokens_in(self.num_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks, of all groups of layers, that a sequence of `num_tokens` tokens takes when it arrives.
+
+        Where windowed layers are kept apart, it takes a few more while the worker computes it.
+        """
+        layout = self.layout
+        token_blocks = -(-num_tokens // layout.block_size)
+        if not layout.windowed_layers:
+            return token_blocks
+        return token_blocks + (len(layout.groups) - 1) * (token_blocks - layout.first_window_block(num_tokens))
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that `num_blocks` blocks hold: the inverse of `blocks_for`."""
+        layout = self.layout
+        if layout.windowed_layers:
+            num_groups = len(layout.groups) - 1
+            most = 1 - (1 - layout.window) // layout.block_size  # blocks that a window extends over
+            num_blocks = max(min(num_blocks // (1 + num_groups), most), num_blocks - num_groups * most)
+        return num_blocks * layout.block_size
 
     @cached_property
     def kv_bytes_per_token(self) -> int:

@@ -196,7 +196,7 @@ class WorkerRecord:
             return
         row, load, info = self._row, self.load, self.info
         columns.loads[row] = load
-        columns.free_tokens[row] = load.num_free_blocks * info.layout.block_size
+        columns.free_tokens[row] = info.tokens_in(load.num_free_blocks)
         columns.relief[row] = 1.0 / max(1, load.num_running)
         rate, link = load.prefill_tokens_per_s, load.kv_bytes_per_s
         columns.tokens_per_s[row] = rate

@@ -131,7 +131,8 @@ class EngineSection(PinnedShares):
     layers; `apart`: windowed layers have blocks of their own, which are given up as soon as no token attends to them.
     In both pools, on CPUs, without `offload_bytes`, `host_cache_bytes` and `disk_cache_bytes`, and with the ranks of a
     worker on one node. Prefixes are then found where a sequence has ended or where others have parted from it, and are
-    not fetched from other workers. Other models are not affected."""
+    not fetched from other workers. A pin inside a prompt takes effect with its second use: until then
+    `GET /debug/pins` shows it with 0 tokens. Other models are not affected."""
     quality_gate: str | None = None
     """File that `tandem eval --gate` wrote, relative to the model's directory. Each worker scores its text before it
     serves, and ends where the perplexity is further above the base's than the scheme of its weights may be

@@ -31,6 +31,7 @@ class PinOutcome(Enum):
     """The outcome of a pin at a worker."""
 
     HELD = "held"
+    """The prefix is in the worker's pool and stays there; see `PinResult.num_tokens`."""
     NOT_HERE = "not_here"
     """The prefix is not in the worker's pool."""
     NO_ROOM = "no_room"
@@ -46,7 +47,8 @@ class PinResult:
     key: PinKey
     outcome: PinOutcome
     num_tokens: int = 0
-    """Length of the prefix that the pin holds."""
+    """Length of the prefix that the pin keeps for use; 0 while the window at its end is missing, where windowed layers
+    are kept apart."""
 
 
 class PinTotals(NamedTuple):

@@ -106,6 +106,8 @@ class Fetcher:
         """
         if self.hub is None or not names:
             return Declined.HELD
+        if self._cannot_fetch:
+            return Declined.COMPUTED
         rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
         order = self._make_order(hash_root, names, holder, rates, spare_blocks=spare_blocks)
         fetch = self._fetch_of_same_prefix(order.probe.block_hashes) or self._begin(order, FetchStats())
@@ -116,7 +118,7 @@ class Fetcher:
         self, request: Request, holder: PrefixHolder, trace: TraceContext | None, cancelled: "asyncio.Future[None]"
     ) -> int:
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
-        if self.hub is None or num_tokens <= 0:
+        if self.hub is None or num_tokens <= 0 or self._cannot_fetch:
             return 0
         rates = FetchRates(
             prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder)
@@ -136,6 +138,12 @@ class Fetcher:
             details = request.request_id, holder.worker_id, fetch.declined.value
             _log.debug("%s: not fetching from %s: %s", *details, extra=order.about)
         return 0 if fetch is same else gained
+
+    @property
+    def _cannot_fetch(self) -> bool:
+        """Whether the engine need not be asked: a holder knows which blocks it will send before it knows where their
+        windows begin."""
+        return bool(self._host.parts.layout.windowed_layers)
 
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
         return 0.0 if self.hub is None else self.hub.bytes_per_s(holder.address, holder.incarnation)
@@ -258,9 +266,6 @@ class Fetcher:
 
     def _reserve(self, scheduler: Scheduler, order: FetchOrder) -> int | Declined:
         """Reserve room for the part not held, on the engine's thread; returns the tokens held, or why not."""
-        if self._host.parts.layout.windowed_layers:
-            # A holder knows which blocks it will send before it knows where their windows begin.
-            return Declined.COMPUTED
         block_size = self._host.parts.layout.block_size
         transfer_id, probe = order.transfer_id, order.probe
         num_tokens = probe.num_tokens - 1

@@ -53,12 +53,12 @@ class WaitingChoices:
 
         A worker with a queue of its own has no room. Large choices are not overtaken here, or they would starve.
         """
-        load, block_size = worker.load, worker.info.layout.block_size
-        if worker.info.role is not WorkerRole.DECODE or worker.draining or load.num_waiting:
+        load, info = worker.load, worker.info
+        if info.role is not WorkerRole.DECODE or worker.draining or load.num_waiting:
             return
         free = load.num_free_blocks
         for place in sorted(self._waiters):
-            free -= -(-self._waiters[place].num_tokens // block_size)
+            free -= info.blocks_for(self._waiters[place].num_tokens)
             if free < 0:
                 return
             self._waiters.pop(place).wake()

@@ -18,6 +18,7 @@ from engine.spec import EngineSpec
 from engine.types.config import SpeculationConfig
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
+from tests.support.engine.families import FAMILY_CASES
 from tests.support.engine.quantized_writers import FORMATS, write_llama
 from tests.support.node_processes import group
 
@@ -204,3 +205,14 @@ def test_assembly_speculation_reaches_scheduler_and_makes_room_for_its_rows(capl
     with caplog.at_level("INFO"):
         assert not _is_pipelined(replace(SPEC, pipelined="on", speculation=drafts), torch.device("cpu"))
     assert "not pipelined with speculation" in caplog.text
+
+
+@pytest.mark.parametrize(("num_blocks", "max_model_len", "needed"), [(3, None, 2), (20, 128, 128)])
+def test_assembly_pool_without_room_for_windows_is_refused(
+    num_blocks: int, max_model_len: int | None, needed: int, tmp_path: Path
+) -> None:
+    (case,) = (case for case in FAMILY_CASES if case.name == "gemma3")
+    case.save(case.model(), tmp_path)
+    spec = replace(SPEC, model_path=tmp_path, windowed_layers="apart")
+    with pytest.raises(ConfigError, match=rf"engine\.num_blocks is {num_blocks}: .* of {needed} tokens takes"):
+        assemble(replace(spec, num_blocks=num_blocks, max_model_len=max_model_len))

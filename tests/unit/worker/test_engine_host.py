@@ -10,6 +10,8 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_rates import NUM_FIRST
 from engine.types.step_output import StepTimings
 from tandem.errors import InternalError, Unavailable
+from tandem.values.ids import BlockHash
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult
 from tests.support.engine.ledger_host import parts
 from worker.engine_host import EngineHost
 
@@ -87,3 +89,15 @@ async def test_call_whose_caller_was_cancelled_is_not_reported_when_the_engine_f
     gc.collect()
     await asyncio.sleep(0)
     assert not reported
+
+
+async def test_pin_that_is_invalid_has_an_outcome() -> None:
+    """The router that ordered it waits for one."""
+    outcomes: list[PinResult] = []
+    host = EngineHost(parts(), on_fatal=lambda _fault: None)
+    host.start(on_output=lambda _: None, ports=tuple)
+    key = PinKey("a", "x")
+    host.pin(PinOrder(key=key, last_block=BlockHash(b"?"), ttl_s=-1.0), outcomes.append)
+    await host.call(lambda _scheduler: None)
+    assert outcomes == [PinResult(key=key, outcome=PinOutcome.NO_ROOM)]
+    await host.stop()

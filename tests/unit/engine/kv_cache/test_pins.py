@@ -1,6 +1,6 @@
 """Pinned prefixes: protection from eviction, expiry, bounds, and which pin gives way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,10 +9,11 @@ from engine.kv_cache.pins import PinBounds
 from engine.kv_cache.pool import PoolExhausted
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import SampledToken
+from engine.types.windows import WindowSpec
 from tandem.errors import InvalidRequest
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockHash, BlockId, TransferId
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTotals
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult, PinTotals
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 from tests.support.engine.ledger import BLOCK, LedgerRunner, assert_empty, continuation, run
@@ -23,13 +24,21 @@ ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 class World:
     """A scheduler of 20 blocks, of which pins may hold 8, one tenant's 5."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 20,
+        *,
+        max_blocks: int = 8,
+        max_tenant_blocks: int = 5,
+        windows: WindowSpec | None = None,
+    ) -> None:
         self.hasher = BlockHasher(ledger.SECRET)
-        bounds = PinBounds(max_blocks=8, max_tenant_blocks=5)
-        self.sched = Scheduler(ledger.config(num_blocks=20, max_model_len=320), self.hasher, pins=bounds)
-        self.runner = LedgerRunner()
+        bounds = PinBounds(max_blocks=max_blocks, max_tenant_blocks=max_tenant_blocks)
+        config = ledger.config(num_blocks=num_blocks, max_model_len=320, windows=windows)
+        self.sched = Scheduler(config, self.hasher, pins=bounds)
+        self.runner = LedgerRunner(window=None if windows is None else windows.window)
 
-    def compute(self, prompt: range, params: SamplingParams = ONE) -> int:
+    def compute(self, prompt: Sequence[int], params: SamplingParams = ONE) -> int:
         """Run a prompt; returns how many of its tokens were cached."""
         request = ledger.request(prompt, params=params)
         self.sched.add(request)
@@ -42,17 +51,29 @@ class World:
         for first in range(10_000, 10_800, 100):
             self.compute(range(first, first + 6 * BLOCK))
 
-    def name(self, prompt: range, num_blocks: int) -> BlockHash:
+    def name(self, prompt: Sequence[int], num_blocks: int) -> BlockHash:
         names: list[BlockHash] = []
         self.hasher.extend(ledger.ROOT, names, prompt)
         return names[num_blocks - 1]
 
     def pin(
-        self, prompt: range, num_blocks: int, *, tenant: str = "a", ttl_s: float = 300.0, now: float = 0.0
+        self, prompt: Sequence[int], num_blocks: int, *, tenant: str = "a", ttl_s: float = 300.0, now: float = 0.0
     ) -> PinOutcome:
-        name = self.name(prompt, num_blocks)
-        order = PinOrder(key=PinKey(tenant, name.hex()), last_block=name, ttl_s=ttl_s)
-        return self.sched.pins.pin(order, now).outcome
+        return self.order(prompt, num_blocks, tenant=tenant, ttl_s=ttl_s, now=now).outcome
+
+    def order(
+        self,
+        prompt: Sequence[int],
+        num_blocks: int,
+        *,
+        tenant: str = "a",
+        name: str = "",
+        ttl_s: float = 300.0,
+        now: float = 0.0,
+    ) -> PinResult:
+        last = self.name(prompt, num_blocks)
+        order = PinOrder(key=PinKey(tenant, name or last.hex()), last_block=last, ttl_s=ttl_s)
+        return self.sched.pins.pin(order, now)
 
 
 def first(number: int, num_blocks: int = 3) -> range:
@@ -277,3 +298,82 @@ def test_pin_many_giving_way_weighs_each_once(monkeypatch: pytest.MonkeyPatch) -
         return looks
 
     assert looks_of(4) == looks_of(2)
+
+
+WINDOWS = WindowSpec(window=24, num_groups=2, block_size=BLOCK, ahead_tokens=40)
+"""A prefix of some blocks needs two sets of two blocks."""
+
+
+def windowed(num_blocks: int, max_blocks: int) -> World:
+    return World(num_blocks, max_blocks=max_blocks, max_tenant_blocks=max_blocks, windows=WINDOWS)
+
+
+def test_pins_that_share_a_window_take_its_blocks_once() -> None:
+    world = windowed(60, 15)
+    world.compute(first(1))
+    for number in range(14):
+        assert world.order(first(1), 3, name=str(number)).num_tokens == 48
+    assert world.sched.load().pins.num_blocks == 3 + 4
+    assert world.sched.blocks.num_available == 60 - 7
+    world.sched.check_invariants()
+    world.compute(range(5000, 5060))
+    for number in range(14):
+        assert world.compute(first(1)) == 48
+        assert world.sched.pins.unpin(PinKey("a", str(number)))
+    assert_empty(world.sched)
+
+
+@pytest.mark.parametrize("num_spare", [0, 1, 2, 3, 4])
+def test_pin_of_own_prefix_gives_its_window_to_large_request(num_spare: int) -> None:
+    """The request pays for blocks of its own where its window is the pin's."""
+    world = windowed(WINDOWS.num_blocks(156) + num_spare, 12)
+    world.compute(first(1))
+    assert world.pin(first(1), 3) is PinOutcome.HELD
+    world.compute(range(1000, 1156))
+    assert world.sched.load().pins.num_pins == (num_spare == 4)
+    world.sched.check_invariants()
+
+
+def test_pin_whose_window_is_in_use_is_refused_on_busy_worker() -> None:
+    """Its order comes while the request still holds the window: each block of it is paid for once more."""
+    world = windowed(30, 15)
+    world.sched.add(ledger.request(first(1), request_id="held", prefill_only=True))
+    run(world.sched, world.runner)
+    blocks = world.sched.blocks
+    num_promised = blocks.num_available - 3
+    blocks.promise(num_promised)
+    assert world.pin(first(1), 3) is PinOutcome.NO_ROOM
+    assert world.sched.load().pins == PinTotals(max_blocks=15, refused=1)
+    blocks.unpromise(1)
+    assert world.pin(first(1), 3) is PinOutcome.HELD
+    assert blocks.num_available == 0
+    blocks.unpromise(num_promised - 1)
+    world.sched.check_invariants()
+
+
+def test_pin_inside_prompt_takes_the_window_that_the_next_prompt_leaves() -> None:
+    """Nothing is known of its end when the first prompt goes past it; from then on whoever computes it keeps it."""
+    world = windowed(60, 15)
+    prefix = [*range(6 * BLOCK)]
+    common = [*prefix, *[1] * BLOCK]  # where the prompts part: not the pin's end
+    world.compute([*common, *[2] * 60])
+    assert world.order(prefix, 6) == PinResult(key=PinKey("a", world.name(prefix, 6).hex()), outcome=PinOutcome.HELD)
+    assert world.compute([*common, *[3] * 60]) == 0
+    result = world.order(prefix, 6)
+    assert (result.outcome, result.num_tokens) == (PinOutcome.HELD, 96)
+    assert world.sched.load().pins == PinTotals(num_pins=1, num_blocks=6 + 4, max_blocks=15, made=1, renewed=1)
+    world.flood()
+    assert world.compute([*prefix, *[4] * 60]) == 96
+    assert world.sched.pins.unpin(result.key)
+    assert not world.sched.blocks.marked_ends
+    assert_empty(world.sched)
+
+
+def test_pin_renewed_without_room_for_its_window_stays_as_it_is() -> None:
+    world = windowed(60, 9)
+    prefix = [*range(6 * BLOCK)]
+    for own in (2, 3):
+        world.compute([*prefix, *[own] * 60])
+        result = world.order(prefix, 6)
+        assert (result.outcome, result.num_tokens) == (PinOutcome.HELD, 0)
+    assert world.sched.load().pins == PinTotals(num_pins=1, num_blocks=6, max_blocks=9, made=1, renewed=1)

@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 
+from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.pins import PinBounds
 from engine.scheduler.scheduler import Scheduler
 from engine.types.config import SchedulerConfig
@@ -15,6 +16,7 @@ from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome
 from tests.support.engine import ledger
 from tests.unit.engine.scheduler.test_lookahead_machine import PipelinedMachine
 from tests.unit.engine.scheduler.test_scheduler_machine import SchedulerMachine
+from tests.unit.engine.scheduler.test_windows_machine import PipelinedWindowedMachine, WindowedMachine
 
 
 class Pins:
@@ -25,9 +27,12 @@ class Pins:
     is_ending = False
 
     def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return self.with_pins(config, tier=self.tier)
+
+    def with_pins(self, config: SchedulerConfig, *, tier: HostTier | None) -> Scheduler:
         self.held: dict[PinKey, BlockHash] = {}
         self.bounds = PinBounds(max_blocks=config.num_blocks // 2, max_tenant_blocks=config.num_blocks // 3)
-        return Scheduler(config, BlockHasher(ledger.SECRET), tier=self.tier, block_bytes=1, pins=self.bounds)
+        return Scheduler(config, BlockHasher(ledger.SECRET), tier=tier, block_bytes=1, pins=self.bounds)
 
     @rule(data=st.data(), tenant=st.sampled_from("ab"), lasts=st.booleans())
     def pin_prefix(self, data: st.DataObject, tenant: str, lasts: bool) -> None:
@@ -81,8 +86,22 @@ class PinnedPipelinedMachine(Pins, PipelinedMachine):
     pass
 
 
+class PinnedWindowedMachine(Pins, WindowedMachine):
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return self.with_pins(self.with_windows(config), tier=None)
+
+
+class PinnedPipelinedWindowedMachine(Pins, PipelinedWindowedMachine):
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return self.with_pins(self.with_windows(config), tier=None)
+
+
 _SETTINGS = settings(SchedulerMachine.TestCase.settings, max_examples=60)
 PinnedMachine.TestCase.settings = _SETTINGS
 PinnedPipelinedMachine.TestCase.settings = _SETTINGS
+PinnedWindowedMachine.TestCase.settings = _SETTINGS
+PinnedPipelinedWindowedMachine.TestCase.settings = _SETTINGS
 TestPinned = PinnedMachine.TestCase
 TestPinnedPipelined = PinnedPipelinedMachine.TestCase
+TestPinnedWindowed = PinnedWindowedMachine.TestCase
+TestPinnedPipelinedWindowed = PinnedPipelinedWindowedMachine.TestCase

@@ -12,6 +12,7 @@ from kv_transfer.layout.chunk_plan import HandoffSize
 from kv_transfer.layout.lanes import lanes_between
 from tandem.errors import ConfigError, RequestTooLarge
 from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import TransferId
 from tandem.values.kv_layout import KVLayout
 from tests.support.engine import ledger
 
@@ -153,3 +154,15 @@ def test_scheduler_choices_share_the_window_of_their_prompt(runner: ledger.Ledge
 def test_scheduler_windows_exclude_lower_tiers() -> None:
     with pytest.raises(ConfigError, match="lower tiers"):
         Scheduler(ledger.config(windows=SPEC), BlockHasher(ledger.SECRET), tier=HostTier(4), block_bytes=1)
+
+
+def test_reservation_quarantine_counts_the_blocks_of_windows() -> None:
+    sched = scheduler()
+    reservations, transfer_id = sched.reservations, TransferId("t")
+    reservations.reserve(transfer_id, ledger.request([1] * 100))
+    reservations.bind(transfer_id)
+    num_used = sched.load().num_used_blocks
+    reservations.quarantine(transfer_id)
+    assert sched.load().num_quarantined_blocks == num_used == 7 + 2 * 3
+    assert reservations.release_quarantine(transfer_id) == num_used
+    ledger.assert_empty(sched)

@@ -32,6 +32,9 @@ class _Windowed(SchedulerMachine):
     max_drafts = 0
 
     def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(self.with_windows(config), BlockHasher(ledger.SECRET))
+
+    def with_windows(self, config: SchedulerConfig) -> SchedulerConfig:
         chunk = min(config.prefill_chunk_tokens, config.max_batched_tokens)
         self.spec = WindowSpec(
             window=1 + (7 * chunk + config.max_batched_tokens) % 45,
@@ -42,7 +45,7 @@ class _Windowed(SchedulerMachine):
         self.runner.window = self.spec.window
         # As many as the longest sequence needs, and a few.
         num_blocks = config.num_blocks + self.spec.num_groups * self.spec.most_sets
-        return Scheduler(replace(config, num_blocks=num_blocks, windows=self.spec), BlockHasher(ledger.SECRET))
+        return replace(config, num_blocks=num_blocks, windows=self.spec)
 
     def land(self, request: Request, held: int, landed: int) -> None:
         super().land(request, held, landed)

@@ -15,6 +15,7 @@ from kv_transfer.protocol.coverage import Coverage
 from kv_transfer.protocol.handoff_retry import HandoffRetry
 from kv_transfer.protocol.messages import Abort, Chunk, Drained, Nack, Offer, Reserve, Seal
 from kv_transfer.protocol.states import HandoffState
+from tandem.values.ids import NO_BLOCK, BlockId
 from tandem.values.kv_layout import KVLayout
 from tandem.values.outputs import PhaseTimes
 from tests.support.kv_transfer.halves import BLOCKS, JOB, LAYOUT, OWN, PEER, SETTINGS, TOKEN, Half, kinds
@@ -231,3 +232,34 @@ def _land(coverage: Coverage, chunks: list[CellRange]) -> None:
         assert not coverage.claimed(cells)
         coverage.claim(cells)
         coverage.land(cells)
+
+
+WINDOWED = replace(LAYOUT, windowed_layers=(1,), window=5)
+WINDOW = (NO_BLOCK, BlockId(11), BlockId(12))
+
+
+def test_receiver_counts_the_blocks_of_windows_as_leased() -> None:
+    half = Half(HandoffRetry(JOB, own=OWN, layout=WINDOWED, settings=SETTINGS).begin(1, PEER, 0.0))
+    half.machine.start(WINDOWED.block_size, lanes_between(WINDOWED, WINDOWED))
+    half.hear(Offer(num_units=3, queue_s=0.0, tail_hash=None))
+    half.see(ev.BlocksBound(blocks=BLOCKS, windows=(WINDOW,)))
+    assert half.machine.num_leased_blocks == 5
+    for lane in (0, 1):
+        half.see(opened(lane))
+    half.see(ev.LinkLost(reason="gone"))
+    half.now = SETTINGS.drain_s
+    assert kinds(half.machine.on_timer(half.now)) == ["Quarantine"]
+    assert half.machine.num_leased_blocks == 5
+    for lane in (0, 1):
+        half.see(ev.Quiet(lane=lane))
+    assert half.machine.num_leased_blocks == 0
+
+
+def test_sender_counts_the_blocks_of_windows_as_pinned() -> None:
+    lanes = tuple(
+        HandoffSize(num_layers=1, num_heads=2, unit_layer_bytes=10, first_layer=group, group=group, first_unit=group)
+        for group in (0, 1)
+    )
+    half = offered(lanes=lanes)
+    half.see(ev.KVComputed(num_computed_tokens=10, blocks=BLOCKS, windows=(WINDOW,)))
+    assert half.machine.num_pinned_blocks == 5

@@ -1,5 +1,6 @@
 """Which worker is named as holder of a prompt's prefix."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,10 @@ from router.types.worker_view import PrefixChange, WorkerSnapshot
 from router.workers.prefix_map import PrefixMap
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, WorkerId
-from tests.support.router.worker_views import demand, view_of, worker
+from tests.support.router.worker_views import LAYOUT, demand, view_of, worker
 
 
-def lending(name: str, **more: int) -> WorkerSnapshot:
+def lending(name: str, **more: Any) -> WorkerSnapshot:
     one = worker(name, **more)
     return replace(one, info=replace(one.info, handoff_address=f"{name}:1"))
 
@@ -65,6 +66,12 @@ def test_prefix_holder_draining_worker_is_last_choice() -> None:
     leaving, staying = replace(lending("d0"), draining=True), lending("d1", active=5)
     assert named(lending("p0"), leaving, staying, d0=256, d1=256) == ("d1", 256)
     assert named(lending("p0"), leaving, staying, d0=256, d1=128) == ("d0", 256)
+
+
+def test_prefix_holder_with_windowed_layers_apart_is_none() -> None:
+    apart = dataclasses.replace(LAYOUT, windowed_layers=(1,), window=32)
+    workers = [lending("p0", layout=apart), lending("d0", layout=apart)]
+    assert named(*workers, d0=256) is None
 
 
 def test_prefix_map_counts_confirmed_blocks() -> None:

@@ -1,5 +1,6 @@
 """The columns follow the registry, cell by cell, and equal its snapshots."""
 
+from dataclasses import replace as replaced
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ from router.workers.peer_load import PeerShare
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.values.ids import Incarnation
-from tests.support.router.worker_views import port, worker
+from tests.support.router.worker_views import LAYOUT, port, view_of, worker
 
 
 class Clock:
@@ -112,3 +113,26 @@ def test_record_peer_load_counts_until_replaced() -> None:
     registry.loaded_elsewhere(key, PeerShare(backlog_tokens=0, num_requests=0))
     registry.load_changed(key, WorkerLoad())
     assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (100, 1)
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 24, 33, 100])
+@pytest.mark.parametrize("windowed", [(), (0,), (0, 1)])
+def test_worker_room_counts_the_blocks_of_all_groups(window: int, windowed: tuple[int, ...]) -> None:
+    layout = replaced(LAYOUT, num_layers=3, windowed_layers=windowed, window=window if windowed else 0)
+    info = worker("d0", layout=layout).info
+    num_groups = len(layout.groups) - 1
+    for num_tokens in range(300):
+        token_blocks = -(-num_tokens // 16)
+        in_window = [i for i in range(token_blocks) if (i + 1) * 16 > max(0, (num_tokens - 1) // 16 * 16 + 1 - window)]
+        assert info.blocks_for(num_tokens) == token_blocks + num_groups * len(in_window)
+    for num_blocks in range(40):
+        longest = info.tokens_in(num_blocks)
+        assert info.blocks_for(longest) <= num_blocks < info.blocks_for(longest + 1)
+
+
+def test_columns_and_pools_hold_what_all_groups_take() -> None:
+    layout = replaced(LAYOUT, num_layers=3, windowed_layers=(0, 1), window=24)
+    one = worker("d0", layout=layout, num_blocks=40, load=WorkerLoad(num_free_blocks=20))
+    pool = view_of([one]).decode
+    assert pool.free_tokens.tolist() == [(20 - 2 * 3) * 16]
+    assert pool.members.pool_tokens.tolist() == [(40 - 2 * 3) * 16]

@@ -341,3 +341,14 @@ async def test_fetcher_cancel_before_reservation_leaves_nothing(bench: Bench) ->
 async def test_fetcher_abandon_unknown_request_does_nothing(bench: Bench) -> None:
     bench.fetcher.abandon(bench.request().request_id)
     await bench.assert_empty()
+
+
+async def test_fetcher_with_windowed_layers_apart_asks_the_engine_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout: Any = bench.host.parts.layout
+    layout.windowed_layers = (0,)
+    monkeypatch.setattr(bench.host, "call", lambda _fn: pytest.fail("a prompt waits for a turn of the engine"))
+    assert await bench.fetch() == 0
+    assert await bench.prefetch() is Declined.COMPUTED
+    assert bench.hub.jobs.empty()

@@ -1,6 +1,7 @@
 """Full but healthy workers: requests wait for room in order, until their deadline."""
 
 import asyncio
+import dataclasses
 import time
 from random import Random
 
@@ -14,7 +15,7 @@ from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.v1 import session_pb2 as pb
 from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens
 from tests.support.router.cluster import PROMPT, Cluster, cluster, collect, routed
-from tests.support.router.worker_views import worker
+from tests.support.router.worker_views import LAYOUT, worker
 
 
 class _Pool:
@@ -173,3 +174,13 @@ def test_waiting_choices_wakes_first_that_fit_by_priority() -> None:
     room.leave(places["b"])
     room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=4, num_waiting=0)))
     assert woken == ["urgent", "a", "c"]
+
+
+def test_waiting_choices_count_the_blocks_of_windows() -> None:
+    room, woken = WaitingChoices(), list[str]()
+    for name in ("a", "b"):
+        room.enter(room.new_place(0), 48, lambda name=name: woken.append(name))
+    snapshot = worker("d0", layout=dataclasses.replace(LAYOUT, windowed_layers=(1,), window=24))
+    for num_free, expected in ((5, []), (11, ["a"]), (6, ["a", "b"])):
+        room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=num_free)))
+        assert woken == expected
