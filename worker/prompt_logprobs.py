@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -49,7 +50,8 @@ class _Task:
     request: Request
     queued_s: float = 0.0
     cached: CachedTokens = NO_CACHED_TOKENS
-    through_head: bool = False
+    head: PoolingHead | None = None
+    """What pooled states have to pass through."""
     next_token: SampledToken | None = None
     """The most likely token with all requested alternatives, for an order that wants continuations."""
 
@@ -57,6 +59,17 @@ class _Task:
     def order(self) -> _Order:
         """Key of the router's order."""
         return self.port, self.request_id, self.attempt
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether pooled states are wanted."""
+        scoring = self.request.scoring
+        return scoring is not None and scoring.num_top is None
+
+    def vector(self) -> list[float]:
+        """Return the pooled states, which are complete when the engine has ended the request."""
+        scoring = self.request.scoring
+        return [] if scoring is None or scoring.num_top is not None else scoring.vector()
 
 
 class PromptScoringOrders:
@@ -69,6 +82,8 @@ class PromptScoringOrders:
         self._tasks: dict[RequestId, _Task] = {}
         self._by_order: dict[_Order, _Task] = {}
         """The same tasks by order: a call for many embeddings has many orders here at once."""
+        # A thread of its own: steps' vectors stay in order, and never wait for other work.
+        self._head_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pooling-head")
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -105,18 +120,49 @@ class PromptScoringOrders:
             if (task := self._tasks.get(admission.request_id)) is not None:
                 task.queued_s = admission.queued_s
                 task.cached = replace(admission, prefill_only=self._in_prefill_pool).cached(0)
+        behind: list[_Task] = []
         for event in output.events:
             task = self._tasks.get(event.request_id)
             if task is None or event.finish_reason is None:
                 continue
             task.next_token = event.token
-            self._remove(task)
             if (error := _ENDS.get(event.finish_reason)) is not None:
-                _refuse(task.port, task.request_id, task.attempt, error)
-                continue
-            head = self._host.parts.pooling_head if task.through_head else None
-            for part in _parts(task, self._host.parts.layout.worker_block_bytes, head):
-                task.port.send(pb.WorkerMessage(prompt_scores=part))
+                self._end(task, error)
+            elif task.head is not None and task.is_pooled:
+                behind.append(task)
+            else:
+                self._answer(task, task.vector())
+        if behind and (head := behind[0].head) is not None:
+            self._pass_through(head, behind)
+
+    def _pass_through(self, head: PoolingHead, tasks: Sequence[_Task]) -> None:
+        """Compute the layers behind the pooling for a step's vectors, off the event loop, then answer."""
+        loop = asyncio.get_running_loop()
+        passing = loop.run_in_executor(self._head_thread, lambda: head([task.vector() for task in tasks]))
+        passing.add_done_callback(lambda future: self._passed(tasks, future))
+
+    def _passed(self, tasks: Sequence[_Task], future: "asyncio.Future[list[array[float]]]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            _log.error("the layers behind the pooling failed", exc_info=error)
+        for index, task in enumerate(tasks):
+            if self._tasks.get(task.request.request_id) is not task:
+                continue  # cancelled meanwhile
+            if error is not None:
+                self._end(task, InternalError("the layers behind the pooling failed"))
+            else:
+                self._answer(task, future.result()[index])
+
+    def _answer(self, task: _Task, vector: Sequence[float]) -> None:
+        self._remove(task)
+        for part in _parts(task, self._host.parts.layout.worker_block_bytes, vector):
+            task.port.send(pb.WorkerMessage(prompt_scores=part))
+
+    def _end(self, task: _Task, error: ServingError) -> None:
+        self._remove(task)
+        _refuse(task.port, task.request_id, task.attempt, error)
 
     def _begin(self, port: SessionPort, order: pb.ScorePrompt) -> None:
         try:
@@ -133,7 +179,7 @@ class PromptScoringOrders:
             request_id=order.request_id,
             attempt=order.attempt,
             request=request,
-            through_head=order.through_head,
+            head=self._host.parts.pooling_head if order.through_head else None,
         )
         self._tasks[request.request_id] = self._by_order[task.order] = task
         self._idle.clear()
@@ -189,9 +235,7 @@ class PromptScoringOrders:
         if future.cancelled() or (error := future.exception()) is None:
             return
         if task.request.request_id in self._tasks:
-            self._remove(task)
-            failure = error if isinstance(error, ServingError) else InternalError("the engine has failed")
-            _refuse(task.port, task.request_id, task.attempt, failure)
+            self._end(task, error if isinstance(error, ServingError) else InternalError("the engine has failed"))
 
     def _abandon(self, task: _Task) -> None:
         self._remove(task)
@@ -208,8 +252,8 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
     port.send(pb.WorkerMessage(refused=refused))
 
 
-def _parts(task: _Task, block_bytes: int, head: PoolingHead | None) -> Iterator[pb.PromptScores]:
-    """All scores; the last part says that it is the last. `head`: what pooled states have to pass through."""
+def _parts(task: _Task, block_bytes: int, vector: Sequence[float]) -> Iterator[pb.PromptScores]:
+    """All scores, and the vector in the last part, which says that it is the last."""
     scoring = task.request.scoring
     if scoring is None:
         top = () if task.next_token is None else task.next_token.top_logprobs
@@ -224,9 +268,6 @@ def _parts(task: _Task, block_bytes: int, head: PoolingHead | None) -> Iterator[
     width, rows = scoring.num_top or 0, len(scoring.logprobs)
     step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
     last = max(0, rows - 1) // step * step
-    vector = scoring.vector() if scoring.num_top is None else ()
-    if head is not None and vector:
-        vector = head(vector)
     for begin in range(0, last + 1, step):
         end = min(rows, begin + step)
         part = pb.PromptScores(

@@ -1,8 +1,10 @@
 """What follows the pooling in an embedding model, or the last token's state in a classifier: small linear layers.
 
-They are computed on the host in float32, one vector at a time, by the process that has the pooled states (rank 0).
+They are computed on the host in float32 by the process that has the pooled states (rank 0), many vectors together: for
+each on its own the weights would have to be read again.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +52,13 @@ class PoolingHead:
     def __init__(self, layers: Sequence[_Linear]) -> None:
         self._layers = layers
 
-    def __call__(self, vector: Sequence[float]) -> list[float]:
-        """Compute what the layers make of a pooled vector, `[in_features]`."""
+    def __call__(self, vectors: Sequence[Sequence[float]]) -> "list[array[float]]":
+        """Compute what the layers make of pooled vectors, `[num_vectors, in_features]`. Takes up to seconds."""
         with torch.inference_mode():
-            values = torch.tensor(vector, dtype=torch.float32)
+            values = torch.tensor(vectors, dtype=torch.float32)
             for layer in self._layers:
                 values = layer(values)
-            return list(values.tolist())
+            return [array("f", row.tobytes()) for row in values.numpy()]
 
 
 def load_pooling_head(path: str | Path, hidden_size: int) -> PoolingHead | None:

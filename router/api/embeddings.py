@@ -10,7 +10,8 @@ the router.
 
 import math
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,7 +19,14 @@ from msgspec.structs import replace
 from router.api.answer.choice_text import TextCollector
 from router.api.answer.usage import CallUsage
 from router.api.frontend import Frontend
-from router.api.pooled_inputs import MAX_PROMPT_CHARS, PooledIds, PooledInput, PooledText, length_bound
+from router.api.pooled_inputs import (
+    MAX_PROMPT_CHARS,
+    LengthBound,
+    PooledIds,
+    PooledInput,
+    PooledText,
+    length_bound,
+)
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.text_stream import read_text
@@ -35,6 +43,7 @@ _TOGETHER = 64
 EMBEDDING_SCORING = PromptScoringRequest(num_top=None, only=True)
 NewMeter = Callable[[PreparedRequest], RequestMeter]
 EmbeddingInput = str | tuple[int, ...]
+T = TypeVar("T")
 
 
 class EmbeddingOptions(Struct, frozen=True, kw_only=True):
@@ -64,14 +73,19 @@ class PoolingReport(Struct, frozen=True, kw_only=True):
     """Whether the model's files say that it was made for embeddings."""
 
 
-async def score_in_groups(
-    frontend: Frontend, generator: Generator, prepared: Sequence[PreparedRequest], new_meter: NewMeter
-) -> AsyncIterator[list[ScoredPrompt]]:
-    """Score prepared prompts, a group at a time, in order. Raises what `Generator.run` raises."""
-    for begin in range(0, len(prepared), _TOGETHER):
-        group, found = prepared[begin : begin + _TOGETHER], TextCollector()
-        await read_text(generator, group, frontend.tokenizer, new_meter, found)
-        yield [found.scored_prompts[index] for index in range(len(group))]
+def in_groups(inputs: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split the inputs of one call into those that run at once."""
+    for begin in range(0, len(inputs), _TOGETHER):
+        yield inputs[begin : begin + _TOGETHER]
+
+
+async def score_group(
+    frontend: Frontend, generator: Generator, group: Sequence[PreparedRequest], new_meter: NewMeter
+) -> list[ScoredPrompt]:
+    """Score prepared prompts at once. Raises what `Generator.run` raises."""
+    found = TextCollector()
+    await read_text(generator, group, frontend.tokenizer, new_meter, found)
+    return [found.scored_prompts[index] for index in range(len(group))]
 
 
 class Embedder:
@@ -121,8 +135,9 @@ class Embedder:
         them. Raises what `Generator.run` raises.
         """
         vectors: list[array[float]] = []
-        async for group in score_in_groups(self._frontend, self._generator, prepared, new_meter):
-            vectors += [self._finished(one.mean, options) for one in group]
+        for group in in_groups(prepared):
+            scored = await score_group(self._frontend, self._generator, group, new_meter)
+            vectors += [self._finished(one.mean, options) for one in scored]
             if are_shown and len(prepared) * len(vectors[0]) > self._most_values:
                 most = self._most_values // len(vectors[0])
                 raise InvalidRequest(f"input: at most {most} vectors with {len(vectors[0])} numbers", param="input")
@@ -141,6 +156,10 @@ class Embedder:
             name = "prompt_name" if options.prompt_name else "prompt"
             raise InvalidRequest(f"{name}: for texts only, not for token ids", param=name)
         bound = length_bound(pooling, self._frontend.model.max_model_len, fields.truncate_prompt_tokens, "input")
+        num_skipped = 0
+        if prompt and is_text and not pooling.includes_prompt:
+            num_skipped = self._num_prompt_tokens(prompt, fields.add_special_tokens)
+            _check_skipped(num_skipped, bound, fields.truncate_prompt_tokens)
         found: list[PooledInput] = []
         for one in inputs:
             if not isinstance(one, str):
@@ -148,14 +167,18 @@ class Embedder:
             elif not one:
                 raise InvalidRequest("input: empty", param="input")
             else:
-                text = PooledText(text=prompt + one, add_special_tokens=fields.add_special_tokens, bound=bound)
+                text = PooledText(
+                    text=prompt + one,
+                    add_special_tokens=fields.add_special_tokens,
+                    bound=bound,
+                    num_skipped=num_skipped,
+                )
                 found.append(text)
-        has_prompt = bool(prompt) and is_text and not pooling.includes_prompt
         scoring = replace(
             EMBEDDING_SCORING,
             pooling=pooling.modes,
             through_head=pooling.has_head,
-            num_skipped=self._num_prompt_tokens(prompt, fields.add_special_tokens) if has_prompt else 0,
+            num_skipped=num_skipped,
         )
         return found, replace(fields, scoring=scoring, truncate_prompt_tokens=None)
 
@@ -196,6 +219,14 @@ def _check_untrained(options: EmbeddingOptions) -> None:
     for name, value in (("prompt_name", options.prompt_name), ("prompt", options.prompt)):
         if value is not None:
             raise InvalidRequest(f"{name}: this model's files define no prompts", param=name)
+
+
+def _check_skipped(num_skipped: int, bound: LengthBound, truncate_prompt_tokens: int | None) -> None:
+    """Check that texts may be longer than the prompt in front, whose tokens are not pooled. Raises InvalidRequest."""
+    if num_skipped >= bound.most:
+        name = "prompt" if truncate_prompt_tokens in (None, -1) else "truncate_prompt_tokens"
+        left = f"{bound.most} tokens leave no room for a text"
+        raise InvalidRequest(f"{name}: {left} behind the prompt's {num_skipped}, which are not pooled", param=name)
 
 
 def _check_dimensions(pooling: PoolingModel, dimensions: int | None) -> None:

@@ -5,8 +5,10 @@ nothing is tokenized for a request that will be refused. The bounds of sampling 
 of stop strings in `router.text.stop_strings`.
 """
 
+import asyncio
 import dataclasses
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
@@ -19,7 +21,7 @@ from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
 from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
 from router.api.request.named_caches import CachedPrompts
-from router.api.request.prompt_logprobs_options import check_prompt_scoring_size
+from router.api.request.prompt_logprobs_options import check_call_tokens, check_prompt_scoring_size
 from router.api.request.request_ids import name_request
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import Message
@@ -47,6 +49,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""
 _MOST_TOKENS = 2**31 - 1
 _MAX_ROOTS = 1024
+_MOST_AT_ONCE_S = 0.002
+"""For so long the short prompts of one call, which may be thousands, keep the event loop from all else."""
 _NO_STOPS = StopStrings(())
 
 
@@ -77,6 +81,8 @@ class Frontend:
         """Set before the servers open; without it structured outputs are refused."""
         self.kept: CachedPrompts | None = None
         """Set before the servers open; without it there are no named caches."""
+        self.max_call_tokens = config.queue.max_tokens
+        """Bound on the tokens of a call's prompts together, where their states are pooled or judged."""
         self._limit = PreparationLimit(config.max_inflight_requests)
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
@@ -135,14 +141,23 @@ class Frontend:
         return self._traced(one, fields)
 
     async def prepare_prompts(
-        self, prompts: Sequence[str | tuple[int, ...] | PooledInput], fields: ClientRequest
+        self,
+        prompts: Sequence[str | tuple[int, ...] | PooledInput],
+        fields: ClientRequest,
+        *,
+        tokens_before: int = 0,
     ) -> list[PreparedRequest]:
-        """Prepare plain prompts, each text, token ids, or an input of a pooling model. Raises as `prepare_chat`."""
+        """Prepare plain prompts, each text, token ids, or an input of a pooling model. Raises as `prepare_chat`.
+
+        `tokens_before`: tokens of the same call's prompts that have been prepared before these.
+        """
         if fields.structure is not None:
             fields = self._closed(fields, fields.structure)
         fields = self._with_defaults(fields)
         self.check_fields(fields)
-        prepared = []
+        prepared: list[PreparedRequest] = []
+        is_small = fields.scoring is not None and fields.scoring.is_small
+        num_tokens, yielded_s = tokens_before, self.clock()
         with self._limit.preparing():
             fields = await self._structured(fields)
             for prompt in prompts:
@@ -160,7 +175,13 @@ class Frontend:
                     prompt_text=text,
                 )
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
+                if is_small:
+                    num_tokens += len(one.request.prompt_token_ids)
+                    check_call_tokens(num_tokens, self.max_call_tokens)
                 prepared.append(self._traced(one, fields))
+                if self.clock() - yielded_s > _MOST_AT_ONCE_S:
+                    await asyncio.sleep(0)
+                    yielded_s = self.clock()
         check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
@@ -283,7 +304,8 @@ class Frontend:
         seen = fields.last_seen
         request = RoutedRequest(
             request_id=name_request(seen.head.request_id if seen else None),
-            prompt_token_ids=tuple(ids),
+            # A call may have thousands of prompts that are scored only.
+            prompt_token_ids=array("i", ids) if fields.scoring and fields.scoring.is_small else tuple(ids),
             sampling=sampling,
             grammar_param=None if fields.structure is None else fields.structure.param,
             hash_root=self._hash_root(self._salt(fields)),
@@ -295,7 +317,7 @@ class Frontend:
             reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
             scoring=fields.scoring,
-            deadline_s=self._deadline_s(fields),
+            deadline_s=self.deadline_s(fields),
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
             resumptions=seen.head.resumptions + 1 if seen else 0,
         )
@@ -337,7 +359,8 @@ class Frontend:
                 )
         return room
 
-    def _deadline_s(self, fields: ClientRequest) -> float:
+    def deadline_s(self, fields: ClientRequest) -> float:
+        """Return when a request that arrives now has to have ended."""
         # A continued stream has only what is left of its original time.
         seen = fields.last_seen
         time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)

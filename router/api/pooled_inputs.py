@@ -39,8 +39,8 @@ class LengthBound(Struct, frozen=True, kw_only=True):
     def error(self, num_tokens: int) -> ContextLengthExceeded:
         """Make the error for a longer input."""
         return ContextLengthExceeded(
-            f"{self.param}: {num_tokens} tokens; this model takes at most {self.most}: send less, or "
-            "truncate_prompt_tokens",
+            f"{self.param}: {num_tokens} tokens; this model takes at most {self.most}: send less "
+            "(truncate_prompt_tokens cuts inputs and documents)",
             param=self.param,
         )
 
@@ -66,6 +66,8 @@ class PooledText(Struct, frozen=True, kw_only=True):
     pair: str | None = None
     add_special_tokens: bool = True
     bound: LengthBound
+    num_skipped: int = 0
+    """Tokens of the prompt in front, where they are not pooled."""
 
     async def token_ids(self, prompts: PromptReader) -> Sequence[int]:
         kept = self.bound.most if self.bound.cuts else None
@@ -74,6 +76,8 @@ class PooledText(Struct, frozen=True, kw_only=True):
         )
         if len(ids) > self.bound.most:
             raise self.bound.error(len(ids))
+        if len(ids) <= self.num_skipped:
+            raise InvalidRequest(f"{self.bound.param}: no token of it stands behind the prompt", param=self.bound.param)
         return ids
 
 
@@ -100,16 +104,19 @@ class JudgedPair(Struct, frozen=True, kw_only=True):
     bound: LengthBound
 
     async def token_ids(self, prompts: PromptReader) -> Sequence[int]:
-        document = self.document
-        ids = await self._encode(prompts, document)
+        bound = self.bound
+        # What is cut need not be read.
+        document = self.document[: prompts.max_chars] if bound.cuts else self.document
         for _ in range(_MOST_CUTS):
-            if len(ids) <= self.bound.most:
-                return ids
-            if not self.bound.cuts:
-                break
-            document = prompts.without_last_tokens(document, len(ids) - self.bound.most)
             ids = await self._encode(prompts, document)
-        raise self.bound.error(len(ids))
+            if len(ids) <= bound.most:
+                return ids
+            if not bound.cuts:
+                raise bound.error(len(ids))
+            if not document:
+                break
+            document = await prompts.without_last_tokens(document, len(ids) - bound.most)
+        raise InvalidRequest(f"{bound.param}: {bound.most} tokens leave no room for it", param=bound.param)
 
     async def _encode(self, prompts: PromptReader, document: str) -> list[int]:
         if self.style is JudgeStyle.QWEN3:

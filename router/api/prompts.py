@@ -62,7 +62,8 @@ class PromptReader(Collector):
         self._tokenizer = tokenizer
         self._max_prompts = max_prompts
         self._known = EncodedPrefixes(max_bytes=cache_bytes) if cache_bytes else None
-        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+        self.max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+        """Bound on the characters of a text that is tokenized."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric families with their current figures."""
@@ -110,7 +111,7 @@ class PromptReader(Collector):
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode one text. Raises InvalidRequest or ContextLengthExceeded."""
-        self._check_size(len(text), "prompt")
+        self.check_size(len(text), "prompt")
         if len(text) <= _INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -133,7 +134,7 @@ class PromptReader(Collector):
         """Encode a prompt whose answer is followed by `after`. Raises InvalidRequest or ContextLengthExceeded."""
         if (marks := fill_marks(self._tokenizer.added_ids)) is None:
             raise InvalidRequest("suffix: this model's tokenizer has no fill-in-the-middle tokens", param="suffix")
-        self._check_size(len(after), "suffix")
+        self.check_size(len(after), "suffix")
         own = await self.encode("") if add_special_tokens and isinstance(before, str) else []
         ids = await self.encode(before, False) if isinstance(before, str) else before
         return [*own, *marks.prompt(ids, await self.encode(after, False))]
@@ -157,13 +158,13 @@ class PromptReader(Collector):
         size = 0 if tools is None else tools.num_chars
         for message in messages:
             size += message.num_chars
-        self._check_size(size, "messages")
+        self.check_size(size, "messages")
         encode = partial(
             self._tokenizer.encode_chat,
             messages,
             tools=tools.tools if tools is not None else (),
             add_generation_prompt=add_generation_prompt,
-            max_chars=4 * self._max_chars,
+            max_chars=4 * self.max_chars,
             options=options,
             known=None if scope is None else self._known,
             scope=scope or "",
@@ -181,10 +182,10 @@ class PromptReader(Collector):
         """
         if kept is not None:
             # What is cut need not be read.
-            text, pair = text[: self._max_chars], None if pair is None else pair[: self._max_chars]
+            text, pair = text[: self.max_chars], None if pair is None else pair[: self.max_chars]
         size = len(text) + len(pair or "")
-        self._check_size(len(text), param)
-        self._check_size(len(pair or ""), param)
+        self.check_size(len(text), param)
+        self.check_size(len(pair or ""), param)
         encode = partial(
             self._tokenizer.encode_pair, text, pair, add_special_tokens=add_special_tokens, kept=kept, param=param
         )
@@ -195,26 +196,30 @@ class PromptReader(Collector):
     ) -> list[int]:
         """Encode a query and a document in the turns that a reranker's template has for them. Raises as `encode_chat`.
 
-        Their roles may be other than those of a conversation.
+        Their roles may be other than those of a conversation. The caller checks their sizes.
         """
         size = sum(turn.num_chars for turn in turns)
-        self._check_size(size, "documents")
         encode = partial(
             self._tokenizer.encode_chat,
             turns,
             add_generation_prompt=begins_answer,
-            max_chars=4 * self._max_chars,
+            max_chars=4 * self.max_chars,
             options=options,
         )
         return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
 
-    def without_last_tokens(self, text: str, count: int) -> str:
+    async def without_last_tokens(self, text: str, count: int) -> str:
         """Cut a text by its last `count` tokens, and by at least one character."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self._tokenizer.decode(ids[: max(0, len(ids) - count)], skip_special_tokens=False)[: len(text) - 1]
 
-    def _check_size(self, chars: int, param: str) -> None:
-        if chars > self._max_chars:
+        def cut() -> str:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.decode(ids[: max(0, len(ids) - count)], skip_special_tokens=False)[: len(text) - 1]
+
+        return cut() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(cut)
+
+    def check_size(self, chars: int, param: str) -> None:
+        """Check a text's size before it is tokenized. Raises ContextLengthExceeded."""
+        if chars > self.max_chars:
             context = f"the model's context of {self._model.max_model_len} tokens"
             raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
 

@@ -11,20 +11,20 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from router.api.answer.usage import CallUsage
 from router.api.embeddings import (
     MAX_INPUTS,
     Embedder,
     EmbeddingOptions,
     NewMeter,
     as_input_error,
-    score_in_groups,
+    in_groups,
+    score_group,
 )
 from router.api.frontend import Frontend
 from router.api.pooled_inputs import MAX_PROMPT_CHARS, JudgedPair, LengthBound, PooledInput, PooledText, length_bound
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.text.conversation import Message, TemplateOptions
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, check_text
 from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.requests import Generator
 from tandem.errors import ConfigError, InternalError, InvalidRequest
@@ -32,6 +32,7 @@ from tandem.pooling_model import JudgeStyle, PoolingModel, PoolingTask
 from tandem.values.pooling import PoolingMode
 
 _QUERY, _DOCUMENT = "tandemsamplequery", "tandemsampledocument"
+_MAX_TOKENS_PER_CHAR = 4  # the bytes of a character
 _AS_QUERY = EmbeddingOptions(fallbacks=("query",), normalize=False)
 _AS_DOCUMENT = EmbeddingOptions(fallbacks=("document", "passage", "corpus"), normalize=False)
 _AS_IT_IS = EmbeddingOptions(normalize=False)
@@ -54,8 +55,10 @@ class RelevanceQuestion(Struct, frozen=True, kw_only=True):
         for name, texts in ((self.query_param, self.queries), (self.document_param, self.documents)):
             if not 1 <= len(texts) <= MAX_INPUTS:
                 raise InvalidRequest(f"{name} must have 1 to {MAX_INPUTS} texts", param=name)
-            if not all(texts):
-                raise InvalidRequest(f"{name}: empty text", param=name)
+            for text in texts:
+                if not text:
+                    raise InvalidRequest(f"{name}: empty text", param=name)
+                check_text(text, name)
         if len(self.queries) not in (1, len(self.documents)):
             given = f"1 text, or as many as {self.document_param} ({len(self.documents)})"
             raise InvalidRequest(
@@ -81,9 +84,9 @@ class RelevanceScorer:
 
     async def score(
         self, question: RelevanceQuestion, fields: ClientRequest, new_meter: NewMeter
-    ) -> tuple[list[float], CallUsage]:
-        """Return one score for each pair, in order, and the usage. Raises InvalidRequest, ContextLengthExceeded,
-        ModelNotFound, or what `Generator.run` raises.
+    ) -> tuple[list[float], int]:
+        """Return one score for each pair, in order, and the number of prompt tokens. Raises InvalidRequest,
+        ContextLengthExceeded, ModelNotFound, or what `Generator.run` raises.
         """
         self._frontend.check_model(fields.model)
         question.check()
@@ -97,16 +100,43 @@ class RelevanceScorer:
         try:
             if pooling.task is PoolingTask.EMBED:
                 return await self._cosines(question, fields, new_meter)
-            prompts, scoring = self._pairs(pooling, question, fields)
-            fields = replace(fields, scoring=scoring, truncate_prompt_tokens=None)
-            prepared = await self._frontend.prepare_prompts(prompts, fields)
+            return await self._score_pairs(pooling, question, fields, new_meter)
         except InvalidRequest as error:
             name = question.document_param
             raise as_input_error(as_input_error(error, name), name, "messages") from error
+
+    async def _score_pairs(
+        self, pooling: PoolingModel, question: RelevanceQuestion, fields: ClientRequest, new_meter: NewMeter
+    ) -> tuple[list[float], int]:
+        """Tokenize and score pairs a group at a time: each has the query, which makes much of a small body."""
+        prompts, scoring = self._pairs(pooling, question, fields)
+        await self._check_repeated(question)
+        ends_s = self._frontend.deadline_s(fields)
+        fields = replace(fields, scoring=scoring, truncate_prompt_tokens=None)
         scores: list[float] = []
-        async for group in score_in_groups(self._frontend, self._generator, prepared, new_meter):
-            scores += [_score(pooling, one) for one in group]
-        return scores, CallUsage(prepared)
+        num_tokens = 0
+        for group in in_groups(prompts):
+            fields = replace(fields, time_left_s=ends_s - self._frontend.clock())
+            prepared = await self._frontend.prepare_prompts(group, fields, tokens_before=num_tokens)
+            num_tokens += sum(len(one.request.prompt_token_ids) for one in prepared)
+            scored = await score_group(self._frontend, self._generator, prepared, new_meter)
+            scores += [_score(pooling, one) for one in scored]
+        return scores, num_tokens
+
+    async def _check_repeated(self, question: RelevanceQuestion) -> None:
+        """Check, before any pair is tokenized, the tokens that all pairs repeat. Raises InvalidRequest."""
+        name, text = "instruction", question.instruction or ""
+        if len(question.queries) == 1:
+            name, text = question.query_param, text + question.queries[0]
+        count, most = len(question.documents), self._frontend.max_call_tokens
+        if len(text) * _MAX_TOKENS_PER_CHAR * count <= most:
+            return
+        num_tokens = len(await self._frontend.prompts.encode(text, add_special_tokens=False))
+        if num_tokens * count > most:
+            sent = f"{num_tokens} tokens for each of {count} {question.document_param}"
+            raise InvalidRequest(
+                f"{name}: {sent} are more than {most} in one call (router.queue.max_tokens)", param=name
+            )
 
     def _pairs(
         self, pooling: PoolingModel, question: RelevanceQuestion, fields: ClientRequest
@@ -115,6 +145,10 @@ class RelevanceScorer:
         bound = length_bound(
             pooling, self._frontend.model.max_model_len, fields.truncate_prompt_tokens, question.document_param
         )
+        for query in question.queries:
+            self._frontend.prompts.check_size(len(query), question.query_param)
+        for document in () if bound.cuts else question.documents:
+            self._frontend.prompts.check_size(len(document), question.document_param)
         if pooling.task is PoolingTask.JUDGE:
             scoring = PromptScoringRequest(
                 num_top=0, only=True, is_relevance=True, label_token_ids=pooling.label_token_ids
@@ -130,13 +164,17 @@ class RelevanceScorer:
 
     async def _cosines(
         self, question: RelevanceQuestion, fields: ClientRequest, new_meter: NewMeter
-    ) -> tuple[list[float], CallUsage]:
+    ) -> tuple[list[float], int]:
         sides = (_AS_QUERY, _AS_DOCUMENT) if question.has_roles else (_AS_IT_IS, _AS_IT_IS)
         prepared: list[PreparedRequest] = []
         params = (question.query_param, question.document_param)
-        for texts, options, param in zip((question.queries, question.documents), sides, params, strict=True):
+        # Documents are cut, queries are not: as where a model reads pairs.
+        asked = (replace(fields, truncate_prompt_tokens=None), fields)
+        for texts, side, options, param in zip(
+            (question.queries, question.documents), asked, sides, params, strict=True
+        ):
             try:
-                prepared += await self._embedder.prepare(texts, fields, options)
+                prepared += await self._embedder.prepare(texts, side, options)
             except InvalidRequest as error:
                 raise as_input_error(error, param, "input") from error
         vectors, usage = await self._embedder.embed(prepared, new_meter, _AS_IT_IS, are_shown=False)
@@ -146,7 +184,7 @@ class RelevanceScorer:
             raise InternalError("the model produced unusable hidden states")
         units /= lengths
         count = len(question.queries)
-        return list((units[:count] * units[count:]).sum(axis=1).tolist()), usage
+        return list((units[:count] * units[count:]).sum(axis=1).tolist()), usage.prompt_tokens
 
 
 def completed(pooling: PoolingModel, tokenizer: Tokenizer, vocab_size: int) -> PoolingModel:

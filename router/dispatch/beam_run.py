@@ -72,11 +72,11 @@ class BeamRun:
 
     async def _continue(self, index: int, beam: Beam, on_sent: Callable[[], None]) -> ScoredPrompt:
         request = self._request
-        tokens = tuple(token.token_id for token in beam.tokens)
+        tokens = [token.token_id for token in beam.tokens]
         step = replace(
             request,
             request_id=RequestId(f"{request.request_id}/{self._num_steps}.{index}"),
-            prompt_token_ids=request.prompt_token_ids + tokens,
+            prompt_token_ids=(*request.prompt_token_ids, *tokens),
         )
         return await self._scorer.score(step, self._next, on_sent, prefer=self._worker)
 

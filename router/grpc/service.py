@@ -125,8 +125,8 @@ class InferenceService(InferenceServicer):
             document_param="documents",
             instruction=request.instruction if request.HasField("instruction") else None,
         )
-        scores, usage = await self._scorer.score(question, self._pooling_fields(request, context), self._meter)
-        return pb.ScoreResponse(scores=scores, usage=pb.Usage(prompt_tokens=usage.prompt_tokens))
+        scores, num_tokens = await self._scorer.score(question, self._pooling_fields(request, context), self._meter)
+        return pb.ScoreResponse(scores=scores, usage=pb.Usage(prompt_tokens=num_tokens))
 
     def _pooling_fields(self, request: pb.EmbedRequest | pb.ScoreRequest, context: Any) -> ClientRequest:
         """Authenticate the call, and convert the fields that such calls share."""

@@ -31,6 +31,11 @@ class PromptScoringRequest(Struct, frozen=True, kw_only=True):
     """Whether a pair of texts is scored, by a model made for that."""
 
     @property
+    def is_small(self) -> bool:
+        """Whether the result does not grow with the prompt."""
+        return self.num_top is None or self.continues or bool(self.label_token_ids)
+
+    @property
     def is_plain(self) -> bool:
         """Whether workers of the version before know how to do it."""
         mean = (PoolingMode.MEAN,)

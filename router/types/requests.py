@@ -70,7 +70,7 @@ class RoutedRequest(Struct, frozen=True, kw_only=True):
 
     request_id: RequestId
     """Id made by this router; a client's X-Request-Id is only echoed."""
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     """Sampling parameters, with `max_tokens` clamped to the context and `seed` chosen."""
     prediction: "array[int] | None" = None

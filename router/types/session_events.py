@@ -124,7 +124,7 @@ class PromptScoringOrder(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     """Id of the scoring, not of the client's request."""
     attempt: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     num_top: int | None
     num_next: int | None
     hash_root: BlockHash

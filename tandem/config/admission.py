@@ -98,7 +98,7 @@ class QueueConfig(Section):
     max_requests: PositiveInt = 512
     """Maximum number of queued requests. When it is exceeded, the tenant with the most queued requests gets 429."""
     max_tokens: PositiveInt = 4_000_000
-    """Maximum number of prompt tokens in the queue."""
+    """Maximum number of prompt tokens in the queue, and in one call for embeddings, rerank or score."""
     worker_backlog_s: Seconds = 0.25
     """Seconds of work dispatched to a worker ahead of time, so that it is never idle between requests. Requests in a
     worker's own queue can no longer be overtaken."""

@@ -37,10 +37,19 @@ def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) ->
     values = sum(
         len(one.request.prompt_token_ids) * one.request.num_choices * (2 + asked.num_top)
         for one in prepared
-        if (asked := one.request.scoring) is not None and asked.num_top is not None and not asked.label_token_ids
+        if (asked := one.request.scoring) is not None and asked.num_top is not None and not asked.is_small
     )
     if values > most:
         raise InvalidRequest(
             f"prompt tokens x n x (2 + [prompt_]logprobs) must be at most {most}, got {values}",
+            param="prompt",
+        )
+
+
+def check_call_tokens(num_tokens: int, most: int) -> None:
+    """Check the prompts of a call that may have very many. Raises InvalidRequest."""
+    if num_tokens > most:
+        raise InvalidRequest(
+            f"prompt: more than {most} tokens in one call (router.queue.max_tokens): send fewer or shorter texts",
             param="prompt",
         )

@@ -9,7 +9,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.answer.usage import CallUsage
 from router.api.embeddings import MAX_INPUTS
 from router.api.frontend import Frontend
 from router.api.relevance import RelevanceQuestion, RelevanceScorer
@@ -139,7 +138,7 @@ class RelevanceRoutes:
     async def rerank(self, request: Request, body: Annotated[RerankBody, Depends(JsonBody(RerankBody))]) -> Response:
         """Order documents by relevance for a query."""
         question = body.question()
-        scores, usage = await self._scores(request, body, question)
+        scores, num_tokens = await self._scores(request, body, question)
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in ranked]
         if body.return_documents:
@@ -149,26 +148,26 @@ class RelevanceRoutes:
             "id": f"rerank-{name_request(None)}",
             "model": self._frontend.model.name,
             "results": results,
-            "usage": _usage(usage),
+            "usage": _usage(num_tokens),
         }
         return WholeResponse(orjson.dumps(content))
 
     async def score(self, request: Request, body: Annotated[ScoreBody, Depends(JsonBody(ScoreBody))]) -> Response:
         """Score pairs of texts."""
-        scores, usage = await self._scores(request, body, body.question())
+        scores, num_tokens = await self._scores(request, body, body.question())
         content = {
             "id": f"score-{name_request(None)}",
             "object": "list",
             "created": int(time.time()),
             "model": self._frontend.model.name,
             "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-            "usage": _usage(usage),
+            "usage": _usage(num_tokens),
         }
         return WholeResponse(orjson.dumps(content))
 
     async def _scores(
         self, request: Request, body: _RelevanceBody, question: RelevanceQuestion
-    ) -> tuple[list[float], CallUsage]:
+    ) -> tuple[list[float], int]:
         fields = trace_and_time(body.fields(request.state.tenant), request)
         async with WhileConnected(request.scope, request.receive):
             return await self._scorer.score(question, fields, self._meter)
@@ -177,5 +176,5 @@ class RelevanceRoutes:
         return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
 
 
-def _usage(usage: CallUsage) -> dict[str, int]:
-    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

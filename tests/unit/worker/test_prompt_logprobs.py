@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+import threading
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -107,7 +109,7 @@ async def test_prompt_scoring_labels_and_last_tokens_may_use_cache(bench: Bench)
 
 
 async def test_prompt_scoring_pooled_states_pass_through_the_head(bench: Bench) -> None:
-    head: Any = lambda vector: [sum(vector)]  # noqa: E731
+    head: Any = lambda vectors: [array("f", [sum(vector)]) for vector in vectors]  # noqa: E731
     bench.host.parts = dataclasses.replace(bench.host.parts, pooling_head=head)
     bench.score(pooling=[pb.POOLING_MODE_LAST, pb.POOLING_MODE_CLS], through_head=True)
     (part,) = await bench.parts()
@@ -115,6 +117,83 @@ async def test_prompt_scoring_pooled_states_pass_through_the_head(bench: Bench) 
     bench.score("plain", pooling=[pb.POOLING_MODE_MAX], num_skipped=50)
     (part,) = await bench.parts()
     assert list(part.mean) == [float(max(PROMPT[50:])), 59.0]
+    await bench.assert_empty()
+
+
+class Head:
+    """Layers that sum a vector; they begin when told to."""
+
+    def __init__(self) -> None:
+        self.entered, self.release = threading.Event(), threading.Event()
+        self.sizes: list[int] = []
+        self.threads: set[threading.Thread] = set()
+        self.error: Exception | None = None
+
+    def __call__(self, vectors: Sequence[Sequence[float]]) -> "list[array[float]]":
+        self.sizes.append(len(vectors))
+        self.threads.add(threading.current_thread())
+        self.entered.set()
+        assert self.release.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return [array("f", [sum(vector)]) for vector in vectors]
+
+    async def scores(self, bench: Bench, *names: str) -> None:
+        """Have these prompts computed in one step, and wait until the layers have begun."""
+        made: Any = self
+        bench.host.parts = dataclasses.replace(bench.host.parts, pooling_head=made)
+        gate = threading.Event()
+        bench.host.post(lambda _: gate.wait(WAIT_S))
+        for index, name in enumerate(names):
+            prompt = [index, *PROMPT[:2]]
+            bench.score(name, prompt_token_ids=prompt, pooling=[pb.POOLING_MODE_LAST], through_head=True)
+        gate.set()
+        assert await asyncio.to_thread(self.entered.wait, WAIT_S)
+
+
+async def test_prompt_scoring_head_takes_a_steps_vectors_together_off_the_loop(bench: Bench) -> None:
+    head = Head()
+    await head.scores(bench, "first", "cancelled", "last")
+    bench.score("beside", num_top=0)
+    assert [part.request_id for part in await bench.parts()] == ["beside"], "others are answered meanwhile"
+    bench.worker.order(bench.port, pb.RouterMessage(cancel=pb.Cancel(request_id="cancelled", attempt=1)))
+    ending = asyncio.create_task(bench.worker.finish())
+    await asyncio.sleep(0.05)
+    assert not ending.done(), "a drain waits for the answers"
+    head.release.set()
+    for name in ("first", "last"):
+        (part,) = await bench.parts()
+        assert (part.request_id, list(part.mean)) == (name, [PROMPT[1] + 2.0])
+    async with asyncio.timeout(WAIT_S):
+        await ending
+    assert head.sizes == [3]
+    assert threading.main_thread() not in head.threads
+    await bench.assert_empty()
+
+
+async def test_prompt_scoring_failed_head_refuses_its_step_alone(bench: Bench) -> None:
+    head = Head()
+    head.error = RuntimeError("out of memory")
+    head.release.set()
+    await head.scores(bench, "first", "last")
+    for name in ("first", "last"):
+        refused = (await bench.message()).refused
+        assert (refused.request_id, refused.failure.code) == (name, "InternalError")
+    head.error = None
+    await head.scores(bench, "again")
+    assert [part.request_id for part in await bench.parts()] == ["again"]
+    await bench.assert_empty()
+
+
+async def test_prompt_scoring_router_that_left_gets_nothing_from_the_head(bench: Bench) -> None:
+    head = Head()
+    await head.scores(bench, "left")
+    bench.worker.closed(bench.port)
+    head.release.set()
+    async with asyncio.timeout(WAIT_S):
+        await bench.worker.finish()
+    bench.port.finish()
+    assert await bench.port.next() is None
     await bench.assert_empty()
 
 

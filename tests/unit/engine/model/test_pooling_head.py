@@ -51,12 +51,12 @@ def test_pooling_head_dense_layers_are_computed_in_order(tmp_path: Path) -> None
     save_embedder(tmp_path, PoolingFiles(modes=("mean", "lasttoken"), dense=((32, "Tanh"), (8, "Identity"))))
     head = load_pooling_head(tmp_path, SIZE)
     assert head is not None
-    vector = torch.randn(2 * SIZE)
+    vectors = torch.randn(5, 2 * SIZE)
     first, second = (load_file(tmp_path / f"{n}_Dense" / "model.safetensors") for n in (2, 3))
     expected = F.linear(
-        torch.tanh(F.linear(vector, first["linear.weight"], first["linear.bias"])), second["linear.weight"]
+        torch.tanh(F.linear(vectors, first["linear.weight"], first["linear.bias"])), second["linear.weight"]
     )
-    torch.testing.assert_close(torch.tensor(head(vector.tolist())), expected)
+    torch.testing.assert_close(torch.tensor(head(vectors.tolist())), expected)
 
 
 def test_pooling_head_classifier_reads_its_score(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_pooling_head_classifier_reads_its_score(tmp_path: Path) -> None:
     assert head is not None
     vector = torch.randn(SIZE)
     weight = load_file(tmp_path / "model.safetensors")[SCORE_WEIGHT]
-    torch.testing.assert_close(torch.tensor(head(vector.tolist())), weight @ vector)
+    torch.testing.assert_close(torch.tensor(head([vector.tolist()])), (weight @ vector)[None])
 
 
 def test_pooling_head_judge_keeps_its_output_head(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from router.grpc.server import GrpcServer, build_server
 from router.text.tokenizer import Tokenizer
 from tandem.client.aio import AsyncClient
 from tandem.client.sync import Client
+from tandem.config.admission import QueueConfig
 from tandem.config.cluster import RouterConfig
 from tandem.errors import InvalidRequest
 from tandem.pooling_model import DenseLayer, PoolingModel, PoolingTask
@@ -153,7 +154,7 @@ async def test_embeddings_work_with_own_client(parts: fakes.Servers) -> None:
                 return client.embed([[5, 6]])
 
         assert await asyncio.to_thread(in_a_thread) == [UNIT]
-    assert parts.generator.requests[1].prompt_token_ids == (5, 6)
+    assert list(parts.generator.requests[1].prompt_token_ids) == [5, 6]
 
 
 TRAINED = PoolingModel(
@@ -205,7 +206,7 @@ async def test_embeddings_prompt_without_skipping_or_for_ids(tokenizer: Tokenize
     assert len(parts.generator.requests[0].prompt_token_ids) == len(tokenizer.encode("fox"))
     response, parts = await ask(tokenizer, {"input": [5, 6]}, default_prompt_name="query")
     assert response.status_code == 200
-    assert parts.generator.requests[0].prompt_token_ids == (5, 6)
+    assert list(parts.generator.requests[0].prompt_token_ids) == [5, 6]
 
 
 async def test_embeddings_dimensions_cut_and_scale_again(tokenizer: Tokenizer) -> None:
@@ -227,6 +228,51 @@ async def test_embeddings_long_input_is_refused_or_cut(tokenizer: Tokenizer) -> 
             response, parts = await ask(tokenizer, {"input": sent, "truncate_prompt_tokens": most})
             assert response.status_code == 200, response.text
             assert list(parts.generator.requests[0].prompt_token_ids) == tokenizer.encode(text)[:kept]
+
+
+async def test_embeddings_cut_into_an_unpooled_prompt_is_refused_before_any_order(tokenizer: Tokenizer) -> None:
+    count = len(tokenizer.encode("the fox "))
+    body = {"input": ["fox", "a dog"], "prompt_name": "query"}
+    for kept, param in ((1, "truncate_prompt_tokens"), (count, "truncate_prompt_tokens"), (count + 1, None)):
+        response, parts = await ask(tokenizer, body | {"truncate_prompt_tokens": kept})
+        assert response.status_code == (200 if param is None else 400), response.text
+        if param is not None:
+            assert error_of(response)["param"] == param
+            assert f"behind the prompt's {count}, which are not pooled" in error_of(response)["message"]
+            assert parts.generator.requests == []
+    for sent in ({}, {"truncate_prompt_tokens": -1}):
+        response, parts = await ask(tokenizer, {"input": "fox", "prompt": "zxqjvkw" * 9} | sent)
+        assert (response.status_code, error_of(response)["param"]) == (400, "prompt")
+        assert parts.generator.requests == []
+    response, _ = await ask(tokenizer, body | {"truncate_prompt_tokens": 1}, includes_prompt=True)
+    assert response.status_code == 200, "what is pooled may be cut"
+
+
+async def test_embeddings_text_that_melts_into_an_unpooled_prompt_is_refused(tokenizer: Tokenizer) -> None:
+    text = "the quick brown fox"
+    places = range(1, len(text))
+    at = next(at for at in places if len(tokenizer.encode(text[:at])) == len(tokenizer.encode(text[: at + 1])))
+    response, parts = await ask(tokenizer, {"input": ["dog", text[at]], "prompt": text[:at]})
+    assert (response.status_code, error_of(response)["param"]) == (400, "input")
+    assert parts.generator.requests == []
+
+
+async def test_embeddings_tokens_of_one_call_are_bounded(tokenizer: Tokenizer) -> None:
+    """A prompt in front makes many tokens of a small body."""
+    parts = fakes.make_servers(
+        tokenizer,
+        RouterConfig(queue=QueueConfig(max_tokens=100)),
+        pooling=dataclasses.replace(TRAINED, max_tokens=None),
+    )
+    async with client_of(parts) as client:
+        body = {"input": ["a"] * 50, "prompt": "漢字" * 10}
+        response = await client.post(EMBED, json=body)
+        assert (response.status_code, error_of(response)["param"]) == (400, "input")
+        expected = "input: more than 100 tokens in one call (router.queue.max_tokens): send fewer or shorter texts"
+        assert error_of(response)["message"] == expected
+        assert parts.generator.requests == []
+        assert (await client.post(EMBED, json={"input": ["a"] * 50})).status_code == 200
+        assert (await client.post(EMBED, json={"input": [[5] * 50] * 3})).status_code == 400
 
 
 @pytest.mark.parametrize(

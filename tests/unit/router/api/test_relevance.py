@@ -1,16 +1,26 @@
 """Rerank and score: what each kind of model is asked, how answers look over both servers, and what is refused."""
 
+import contextlib
+import dataclasses
+import json
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
 import httpx
 import pytest
 
+from router.api import embeddings
+from router.api.prompts import PromptReader
 from router.api.relevance import completed
 from router.grpc.server import GrpcServer, build_server
 from router.text.tokenizer import Tokenizer
+from router.types.requests import DeltaSink, RoutedRequest
 from tandem.client.aio import AsyncClient
+from tandem.config.admission import QueueConfig
+from tandem.config.cluster import RouterConfig
 from tandem.errors import ConfigError
 from tandem.pooling_model import JudgeStyle, PoolingModel, PoolingTask
 from tandem.v1 import inference_pb2 as pb
@@ -43,6 +53,7 @@ QWEN3 = PoolingModel(
 )
 CLASSIFIER = PoolingModel(task=PoolingTask.CLASSIFY, activation="identity")
 DOCUMENTS = ["the fox", "a dog", "hello"]
+FEW = {"truncate_prompt_tokens": 5}
 YES = 1.0 / (1.0 + math.exp(-2.0))
 """The fake gives each label minus its id: 9 - 7."""
 
@@ -125,6 +136,153 @@ async def test_rerank_long_document_is_refused_or_cut(tokenizer: Tokenizer) -> N
     assert "at most 60" in error_of(response)["message"]
 
 
+async def test_rerank_document_beyond_any_context_is_cut_or_named(tokenizer: Tokenizer) -> None:
+    long = "dog " * (8 * fakes.CONTEXT + 1)
+    for pooling in (JUDGE, CLASSIFIER):
+        body = {"text_1": "fox", "text_2": ["dog", long]}
+        response, parts = await ask(tokenizer, pooling, SCORE, body | {"truncate_prompt_tokens": 40})
+        assert response.status_code == 200, response.text
+        assert 30 < len(parts.generator.requests[1].prompt_token_ids) <= 40
+        response, parts = await ask(tokenizer, pooling, SCORE, body)
+        assert (response.status_code, error_of(response)["param"]) == (400, "text_2")
+        assert parts.generator.requests == [], "not even the first document"
+        swapped = {"text_1": long, "text_2": "dog", "truncate_prompt_tokens": 40}
+        response, parts = await ask(tokenizer, pooling, SCORE, swapped)
+        assert (response.status_code, error_of(response)["param"]) == (400, "text_1")
+        response, parts = await ask(tokenizer, pooling, SCORE, {"text_1": "fox " * 9, "text_2": "dog " * 9} | FEW)
+        assert (response.status_code, error_of(response)["param"]) == (400, "text_2")
+        assert "5 tokens leave no room for it" in error_of(response)["message"]
+
+
+async def test_rerank_long_document_is_cut_off_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline: list[int] = []
+    encode = Tokenizer.encode
+
+    def spy(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if threading.current_thread() is threading.main_thread():
+            inline.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    body = {"query": "fox", "documents": ["dog " * 2000, "漢字 " * 40], "truncate_prompt_tokens": 40}
+    response, _ = await ask(tokenizer, JUDGE, RERANK, body)
+    assert response.status_code == 200, response.text
+    assert inline
+    assert max(inline) < 4096
+
+
+async def test_rerank_embedder_cuts_documents_alone(tokenizer: Tokenizer) -> None:
+    embedder = dataclasses.replace(EMBEDDER, max_tokens=20, prompts={}, default_prompt_name=None)
+    query = "zxqjvkw"
+    count = len(tokenizer.encode(query))
+    assert 3 < count <= 20
+    for path, body in (
+        (RERANK, {"query": query, "documents": [query, "a"]}),
+        (SCORE, {"text_1": query, "text_2": [query, "a"]}),
+    ):
+        response, parts = await ask(tokenizer, embedder, path, body | {"truncate_prompt_tokens": 3})
+        assert response.status_code == 200, response.text
+        assert [len(request.prompt_token_ids) for request in parts.generator.requests] == [count, 3, 1]
+    body = {"query": query * 20, "documents": ["a"], "truncate_prompt_tokens": -1}
+    response, parts = await ask(tokenizer, embedder, RERANK, body)
+    assert (response.status_code, error_of(response)["param"]) == (400, "query")
+    assert "this model takes at most 20" in error_of(response)["message"]
+    assert parts.generator.requests == []
+
+
+class SteppedGenerator(fakes.FakeGenerator):
+    """Advances a clock with each request, and notes the sizes of the calls that are admitted together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+        self.admitted_sizes: list[int] = []
+
+    def admitted(self, requests: Sequence[RoutedRequest]) -> contextlib.AbstractContextManager[None]:
+        self.admitted_sizes.append(len(requests))
+        return super().admitted(requests)
+
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
+        self.now_s += 1.0
+        await super().run(request, reader)
+
+
+@pytest.mark.parametrize("pooling", [JUDGE, CLASSIFIER])
+async def test_rerank_pairs_are_read_and_scored_group_by_group(
+    tokenizer: Tokenizer, pooling: PoolingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of pairs a call has, few are held; they count, and time out, as if all had come at once."""
+    monkeypatch.setattr(embeddings, "_TOGETHER", 4)
+    generator = SteppedGenerator()
+    parts = fakes.make_servers(tokenizer, pooling=pooling, clock=lambda: generator.now_s)
+    parts = dataclasses.replace(parts, generator=generator)
+    scored_before: list[int] = []
+    name = "encode_judged" if pooling is JUDGE else "encode_pair"
+    encode = getattr(PromptReader, name)
+
+    async def spy(self: PromptReader, *args: Any, **options: Any) -> list[int]:
+        scored_before.append(len(generator.requests))
+        return await encode(self, *args, **options)
+
+    monkeypatch.setattr(PromptReader, name, spy)
+    documents = ["dog " * (1 + n) for n in range(10)]
+    async with client_of(parts) as client:
+        response = await client.post(RERANK, json={"query": "fox", "documents": documents})
+    assert response.status_code == 200, response.text
+    assert scored_before == [0] * 4 + [4] * 4 + [8] * 2
+    assert generator.admitted_sizes == [4, 4, 2]
+    assert {request.deadline_s for request in generator.requests} == {1000.0 + parts.config.request_timeout_s}
+    tokens = sum(len(request.prompt_token_ids) for request in generator.requests)
+    assert response.json()["usage"]["prompt_tokens"] == tokens
+    (spent,) = json.loads(parts.metrics.usage.render())["tenants"].values()
+    assert (spent["requests"], spent["prompt_tokens"]) == (10, tokens)
+    if pooling is CLASSIFIER:
+        assert [one["index"] for one in response.json()["results"]] == list(range(9, -1, -1))
+
+
+QUERY = "zxqjvkw " * 10
+
+
+@pytest.mark.parametrize("pooling", [JUDGE, CLASSIFIER])
+@pytest.mark.parametrize(
+    ("path", "body", "param", "are_read"),
+    [
+        (RERANK, {"query": QUERY, "documents": ["a"] * 40}, "query", False),
+        (SCORE, {"text_1": [QUERY], "text_2": ["a"] * 40}, "text_1", False),
+        (RERANK, {"query": "fox", "documents": ["dog " * 9] * 40}, "documents", True),
+        (SCORE, {"queries": ["fox"] * 40, "items": ["dog " * 9] * 40}, "items", True),
+        (SCORE, {"text_1": ["a"] * 40, "text_2": ["a"] * 40, "instruction": QUERY}, "instruction", False),
+    ],
+)
+async def test_relevance_tokens_of_one_call_are_bounded(
+    tokenizer: Tokenizer,
+    pooling: PoolingModel,
+    path: str,
+    body: dict[str, Any],
+    param: str,
+    are_read: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is read again for each document is refused before any is; the rest in the group that is too much."""
+    if param == "instruction" and pooling is CLASSIFIER:
+        pytest.skip("a classifier has none")
+    monkeypatch.setattr(embeddings, "_TOGETHER", 8)
+    config = RouterConfig(queue=QueueConfig(max_tokens=500))
+    parts = fakes.make_servers(tokenizer, config, pooling=dataclasses.replace(pooling, max_tokens=None))
+    async with client_of(parts) as client:
+        response = await client.post(path, json=body)
+        assert response.status_code == 400, response.text
+        error = error_of(response)
+        assert error["param"] == param
+        assert "500" in error["message"]
+        assert "one call (router.queue.max_tokens)" in error["message"]
+        assert bool(parts.generator.requests) is are_read
+        short = {name: [one[:1] for one in texts] if isinstance(texts, list) else "a" for name, texts in body.items()}
+        assert (await client.post(path, json=short)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "count"),
     [
@@ -162,6 +320,7 @@ async def test_score_texts_without_roles_get_the_default_prompt(tokenizer: Token
         (RERANK, {"documents": [{"text": "a", "title": "b"}]}, "documents"),
         (RERANK, {"documents": ["a\0"]}, "documents"),
         (RERANK, {"documents": ["a"], "query": ""}, "query"),
+        (RERANK, {"documents": ["a"], "query": "a\0"}, "query"),
         (RERANK, {"documents": ["a"], "query": 5}, "query"),
         (RERANK, {"documents": ["a"], "top_n": 0}, "top_n"),
         (RERANK, {"documents": ["a"], "top_n": True}, "top_n"),
@@ -221,7 +380,9 @@ async def test_score_over_grpc_equals_http(tokenizer: Tokenizer) -> None:
         async with AsyncClient(f"127.0.0.1:{grpc_server.port}") as client:
             assert await client.score("fox", DOCUMENTS) == pytest.approx([YES] * 3)
             assert await client.score(DOCUMENTS, DOCUMENTS, cache_salt="mine") == pytest.approx([YES] * 3)
-        for wrong in (pb.ScoreRequest(), pb.ScoreRequest(queries=["a", "b"], documents=["c"])):
+        many = pb.ScoreRequest(queries=["a " * 200], documents=["b"] * 2048)
+        parts.frontend.max_call_tokens = 2048 * 100
+        for wrong in (pb.ScoreRequest(), pb.ScoreRequest(queries=["a", "b"], documents=["c"]), many):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Score(wrong)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
