@@ -23,7 +23,7 @@ from tandem.config.cluster import RouterConfig
 from tandem.errors import ServingError
 from tandem.pooling_model import PoolingModel
 from tandem.telemetry.tracing import Tracer
-from tandem.values.ids import Incarnation, RequestId
+from tandem.values.ids import RequestId
 from tandem.values.outputs import (
     NO_PREDICTION_USE,
     CachedTokens,
