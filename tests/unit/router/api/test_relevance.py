@@ -245,15 +245,21 @@ async def test_rerank_pairs_are_read_and_scored_group_by_group(
 QUERY = "zxqjvkw " * 10
 
 
-@pytest.mark.parametrize("pooling", [JUDGE, CLASSIFIER])
+BEYOND_ONE_CALL = [
+    (RERANK, {"query": QUERY, "documents": ["a"] * 40}, "query", False),
+    (SCORE, {"text_1": [QUERY], "text_2": ["a"] * 40}, "text_1", False),
+    (RERANK, {"query": "fox", "documents": ["dog " * 9] * 40}, "documents", True),
+    (SCORE, {"queries": ["fox"] * 40, "items": ["dog " * 9] * 40}, "items", True),
+]
+INSTRUCTED = (SCORE, {"text_1": ["a"] * 40, "text_2": ["a"] * 40, "instruction": QUERY}, "instruction", False)
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "param", "are_read"),
+    ("pooling", "path", "body", "param", "are_read"),
     [
-        (RERANK, {"query": QUERY, "documents": ["a"] * 40}, "query", False),
-        (SCORE, {"text_1": [QUERY], "text_2": ["a"] * 40}, "text_1", False),
-        (RERANK, {"query": "fox", "documents": ["dog " * 9] * 40}, "documents", True),
-        (SCORE, {"queries": ["fox"] * 40, "items": ["dog " * 9] * 40}, "items", True),
-        (SCORE, {"text_1": ["a"] * 40, "text_2": ["a"] * 40, "instruction": QUERY}, "instruction", False),
+        *((JUDGE, *case) for case in (*BEYOND_ONE_CALL, INSTRUCTED)),
+        # A classifier takes no instruction.
+        *((CLASSIFIER, *case) for case in BEYOND_ONE_CALL),
     ],
 )
 async def test_relevance_tokens_of_one_call_are_bounded(
@@ -266,8 +272,6 @@ async def test_relevance_tokens_of_one_call_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is read again for each document is refused before any is; the rest in the group that is too much."""
-    if param == "instruction" and pooling is CLASSIFIER:
-        pytest.skip("a classifier has none")
     monkeypatch.setattr(embeddings, "_TOGETHER", 8)
     config = RouterConfig(queue=QueueConfig(max_tokens=500))
     parts = fakes.make_servers(tokenizer, config, pooling=dataclasses.replace(pooling, max_tokens=None))
