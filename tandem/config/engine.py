@@ -1,12 +1,13 @@
 """Sections `model` and `engine`: the model, and a worker's memory, batches and caches."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
+from tandem.adapter_files import MAX_ADAPTER_RANK, checked_adapter_name
 from tandem.config.pools import BlockSize, CacheDtype, Quantization
 from tandem.config.section import Seconds, Section
-from tandem.model_path import BUILTIN, checked_name
+from tandem.model_path import BUILTIN, BUILTIN_NAME, checked_name, default_name
 
 
 def _switch(value: Any) -> Any:
@@ -58,6 +59,24 @@ class ModelSection(Section):
     """What /v1/rerank and /v1/score make of the model. `auto`: what its files say (docs/use/models.md); `qwen3`: it
     judges as Qwen3-Reranker's model card says, which that model's first files do not tell: the probability of yes
     against no after a query and a document."""
+    adapters: dict[Annotated[str, AfterValidator(checked_adapter_name)], str] = Field(default={})
+    """LoRA adapters of the model by the names that clients use as `model`: each a directory that PEFT wrote, with
+    `adapter_config.json` and `adapter_model.safetensors`, at the same path wherever a router or a worker runs."""
+    adapter_folder: str | None = None
+    """Directory below which adapters may be loaded while the cluster runs (`/v1/load_lora_adapter`), at the same path
+    wherever a router or a worker runs. null: none may, only `adapters` are served."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether workers have to be ready for adapters."""
+        return bool(self.adapters) or self.adapter_folder is not None
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        own = self.name or (BUILTIN_NAME if self.path == BUILTIN else default_name(self.path))
+        if own in self.adapters:
+            raise ValueError(f"adapters.{own}: this is the name of the model itself")
+        return self
 
 
 class EngineSection(PinnedShares):
@@ -137,6 +156,12 @@ class EngineSection(PinnedShares):
     """File that `tandem eval --gate` wrote, relative to the model's directory. Each worker scores its text before it
     serves, and ends where the perplexity is further above the base's than the scheme of its weights may be
     (docs/use/models.md). null: none."""
+    adapter_bytes: PositiveInt | None = None
+    """Memory of one worker for LoRA adapters that it has loaded, where the configuration has any (`model.adapters`,
+    `model.adapter_folder`); part of `memory_bytes`. The least recently used ones that no request needs make room for
+    others. null: a 16th of the worker's memory."""
+    max_adapter_rank: int = Field(default=64, ge=1, le=MAX_ADAPTER_RANK)
+    """Maximum rank of LoRA adapters; one of a higher rank is refused."""
     speculation: SpeculationSection = SpeculationSection()
     """Speculative decoding. Steps are not `pipelined` with it."""
     deterministic: bool = False

@@ -3,17 +3,20 @@
 A new kind of message, or a new value of an enumeration that the session carries, raises `SPOKEN.newest` and is listed
 here. 3: EndEarlierSessions, ScorePrompt, PromptScores, Pin, Unpin, PinResult. 4: HELLO has a range of versions.
 5: Submit has the prompt as bytes. 6: ScorePrompt says how to pool, and may ask for the log probabilities of labels.
+7: Submit and ScorePrompt may name a LoRA adapter.
 """
 
 from collections.abc import Iterable, Mapping
 
 from tandem.protocol.version_negotiation import Dialect, VersionRange
 
-SPOKEN = VersionRange(oldest=3, newest=6)
+SPOKEN = VersionRange(oldest=3, newest=7)
 PROMPT_BYTES_SINCE = 5
 """The first version whose Submit has `prompt` in place of `prompt_token_ids`."""
 POOLING_SINCE = 6
 """The first version whose ScorePrompt has `pooling` and `label_token_ids`: before it, the mean is what one gets."""
+ADAPTERS_SINCE = 7
+"""The first version whose Submit and ScorePrompt have `adapter`: a worker before it would answer without one."""
 
 DIRECT_TICKET_BYTES = 16
 """Size of the ticket with which a session goes on at a worker's direct port."""

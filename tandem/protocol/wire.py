@@ -3,7 +3,9 @@
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from tandem.adapter_files import Adapter
 from tandem.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -195,6 +197,16 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         windowed_layers=tuple(message.windowed_layers),
         window=message.window,
     )
+
+
+def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
+    """An adapter for an order."""
+    return pb.Adapter(name=adapter.name, path=str(adapter.path), digest=adapter.digest, num_bytes=adapter.num_bytes)
+
+
+def adapter_from_pb(message: pb.Adapter) -> Adapter:
+    """The adapter of an order."""
+    return Adapter(name=message.name, path=Path(message.path), digest=message.digest, num_bytes=message.num_bytes)
 
 
 def times_to_pb(times: PhaseTimes) -> pb.PhaseTimes:

@@ -22,28 +22,31 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.v1 import session_pb2 as tandem_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem/v1/cluster_state.proto\x12\ttandem.v1\x1a\x17tandem/v1/session.proto\"r\n\x12WorkerRegistration\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"z\n\x0c\x43\x61\x63heLogHead\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x16\n\x0estate_sequence\x18\x04 \x01(\x04\x12\x13\n\x0bnum_entries\x18\x05 \x01(\r\"m\n\x0c\x43\x61\x63heChanges\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x0e\x66irst_sequence\x18\x03 \x01(\x04\x12\r\n\x05names\x18\x04 \x01(\x0c\x12\x0e\n\x06stored\x18\x05 \x01(\x0c\"]\n\rCacheSnapshot\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\r\n\x05names\x18\x04 \x01(\x0c\"\x92\x01\n\nRouterLoad\x12\x0e\n\x06router\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x06shares\x18\x03 \x03(\x0b\x32\x1a.tandem.v1.RouterLoadShare\x12\'\n\x07tallies\x18\x04 \x03(\x0b\x32\x16.tandem.v1.TenantTally\x12\r\n\x05hears\x18\x05 \x03(\x04\"d\n\x0bTenantTally\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x14\n\x0cnum_inflight\x18\x04 \x01(\r\"\xa8\x01\n\x0fRouterLoadShare\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rreport_number\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\x04 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x15\n\rbacklog_since\x18\x06 \x01(\x04\x12\x11\n\tnum_since\x18\x07 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem/v1/cluster_state.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x17tandem/v1/session.proto\"r\n\x12WorkerRegistration\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"z\n\x0c\x43\x61\x63heLogHead\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x16\n\x0estate_sequence\x18\x04 \x01(\x04\x12\x13\n\x0bnum_entries\x18\x05 \x01(\r\"m\n\x0c\x43\x61\x63heChanges\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x0e\x66irst_sequence\x18\x03 \x01(\x04\x12\r\n\x05names\x18\x04 \x01(\x0c\x12\x0e\n\x06stored\x18\x05 \x01(\x0c\"]\n\rCacheSnapshot\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\r\n\x05names\x18\x04 \x01(\x0c\"\xbe\x01\n\nRouterLoad\x12\x0e\n\x06router\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x06shares\x18\x03 \x03(\x0b\x32\x1a.tandem.v1.RouterLoadShare\x12\'\n\x07tallies\x18\x04 \x03(\x0b\x32\x16.tandem.v1.TenantTally\x12\r\n\x05hears\x18\x05 \x03(\x04\x12*\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x18.tandem.v1.AdapterChange\"S\n\rAdapterChange\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12#\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Adapter\"d\n\x0bTenantTally\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x14\n\x0cnum_inflight\x18\x04 \x01(\r\"\xa8\x01\n\x0fRouterLoadShare\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rreport_number\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\x04 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x15\n\rbacklog_since\x18\x06 \x01(\x04\x12\x11\n\tnum_since\x18\x07 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.cluster_state_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERREGISTRATION']._serialized_start=69
-  _globals['_WORKERREGISTRATION']._serialized_end=183
-  _globals['_CACHELOGHEAD']._serialized_start=185
-  _globals['_CACHELOGHEAD']._serialized_end=307
-  _globals['_CACHECHANGES']._serialized_start=309
-  _globals['_CACHECHANGES']._serialized_end=418
-  _globals['_CACHESNAPSHOT']._serialized_start=420
-  _globals['_CACHESNAPSHOT']._serialized_end=513
-  _globals['_ROUTERLOAD']._serialized_start=516
-  _globals['_ROUTERLOAD']._serialized_end=662
-  _globals['_TENANTTALLY']._serialized_start=664
-  _globals['_TENANTTALLY']._serialized_end=764
-  _globals['_ROUTERLOADSHARE']._serialized_start=767
-  _globals['_ROUTERLOADSHARE']._serialized_end=935
+  _globals['_WORKERREGISTRATION']._serialized_start=93
+  _globals['_WORKERREGISTRATION']._serialized_end=207
+  _globals['_CACHELOGHEAD']._serialized_start=209
+  _globals['_CACHELOGHEAD']._serialized_end=331
+  _globals['_CACHECHANGES']._serialized_start=333
+  _globals['_CACHECHANGES']._serialized_end=442
+  _globals['_CACHESNAPSHOT']._serialized_start=444
+  _globals['_CACHESNAPSHOT']._serialized_end=537
+  _globals['_ROUTERLOAD']._serialized_start=540
+  _globals['_ROUTERLOAD']._serialized_end=730
+  _globals['_ADAPTERCHANGE']._serialized_start=732
+  _globals['_ADAPTERCHANGE']._serialized_end=815
+  _globals['_TENANTTALLY']._serialized_start=817
+  _globals['_TENANTTALLY']._serialized_end=917
+  _globals['_ROUTERLOADSHARE']._serialized_start=920
+  _globals['_ROUTERLOADSHARE']._serialized_end=1088
 # @@protoc_insertion_point(module_scope)

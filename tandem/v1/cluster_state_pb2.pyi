@@ -1,3 +1,4 @@
+from tandem.v1 import common_pb2 as _common_pb2
 from tandem.v1 import session_pb2 as _session_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -60,18 +61,30 @@ class CacheSnapshot(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., next_sequence: _Optional[int] = ..., names: _Optional[bytes] = ...) -> None: ...
 
 class RouterLoad(_message.Message):
-    __slots__ = ("router", "sequence", "shares", "tallies", "hears")
+    __slots__ = ("router", "sequence", "shares", "tallies", "hears", "adapters")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     TALLIES_FIELD_NUMBER: _ClassVar[int]
     HEARS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     router: int
     sequence: int
     shares: _containers.RepeatedCompositeFieldContainer[RouterLoadShare]
     tallies: _containers.RepeatedCompositeFieldContainer[TenantTally]
     hears: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[RouterLoadShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ..., hears: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterChange]
+    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[RouterLoadShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ..., hears: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[AdapterChange, _Mapping]]] = ...) -> None: ...
+
+class AdapterChange(_message.Message):
+    __slots__ = ("name", "version", "adapter")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    adapter: _common_pb2.Adapter
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class TenantTally(_message.Message):
     __slots__ = ("tenant", "epoch", "requests", "tokens", "num_inflight")

@@ -80,7 +80,7 @@ class TransportOffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., advert: _Optional[bytes] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "held_tokens", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "request_id", "lease_s", "resume", "fetch", "names", "holder", "trace")
+    __slots__ = ("token_ids", "num_prompt_tokens", "held_tokens", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "request_id", "lease_s", "resume", "fetch", "names", "holder", "trace", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Prefill(_message.Message):
     NAMES_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     held_tokens: int
@@ -111,7 +112,8 @@ class Prefill(_message.Message):
     names: bytes
     holder: _common_pb2.PrefixHolder
     trace: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., held_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., resume: bool = ..., fetch: bool = ..., names: _Optional[bytes] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
+    adapter: _common_pb2.Adapter
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., held_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., resume: bool = ..., fetch: bool = ..., names: _Optional[bytes] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("num_units", "queue_s", "tail_hash")

@@ -6,7 +6,7 @@ therefore accepted, opening does not block, and the bound applies to the bytes t
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tandem.errors import ConfigError, UnreadableFile
@@ -23,6 +23,11 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_SMALL_BYTES, check: Ch
 
     Raises UnreadableFile, which begins with the path, and whatever `check` raises.
     """
+    return b"".join(read_regular_pieces(path, max_bytes=max_bytes, check=check))
+
+
+def read_regular_pieces(path: Path, *, max_bytes: int, check: Check | None = None) -> Iterator[bytes]:
+    """Read a regular file in pieces of a MiB. Raises as `read_regular_file`, in the course of reading."""
     try:
         # Also before opening: opening some devices has effects.
         _refuse_special(path, os.stat(path))
@@ -32,7 +37,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_SMALL_BYTES, check: Ch
             _refuse_special(path, status)
             if check is not None:
                 check(status)
-            return _read(fd, path, max_bytes)
+            yield from _read(fd, path, max_bytes)
         finally:
             os.close(fd)
     except OSError as error:
@@ -69,11 +74,10 @@ def _kind(mode: int) -> str:
     return next((name for is_one, name in kinds if is_one(mode)), "a special file")
 
 
-def _read(fd: int, path: Path, max_bytes: int) -> bytes:
-    pieces, left = [], max_bytes + 1
+def _read(fd: int, path: Path, max_bytes: int) -> Iterator[bytes]:
+    left = max_bytes + 1
     while left and (piece := os.read(fd, min(left, _CHUNK_BYTES))):
-        pieces.append(piece)
         left -= len(piece)
-    if not left:
-        raise UnreadableFile(f"{path}: larger than {max_bytes} bytes")
-    return b"".join(pieces)
+        if not left:
+            raise UnreadableFile(f"{path}: larger than {max_bytes} bytes")
+        yield piece
