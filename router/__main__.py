@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from random import Random, SystemRandom
 
 import grpc.aio
@@ -16,7 +17,9 @@ from starlette.types import ASGIApp
 
 from router.access.access_files import AccessControl
 from router.access.tls import ServerTlsState
+from router.admission.rate_limits import RateLimiter
 from router.admission.shared_rate_limits import SharedRateLimits
+from router.api.adapters import ServedAdapters, matches
 from router.api.frontend import Frontend
 from router.api.relevance import completed
 from router.api.request.client_request import ModelInfo
@@ -57,6 +60,7 @@ from router.sandbox.grammar_check import GrammarProcess
 from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
+from tandem.adapter_files import Adapter, read_adapter
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
 from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts
@@ -113,6 +117,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         metrics.registry.register(frontend.prompts)
+        frontend.adapters = await _served_adapters(config, model.name, limits.limiter)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
@@ -224,6 +229,21 @@ def _collect_seldom() -> None:
     """Keep objects made at startup out of garbage collections: they live as long as the process."""
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
+
+
+async def _served_adapters(config: ClusterConfig, model_name: str, limiter: RateLimiter) -> ServedAdapters:
+    """Identify the configured adapters. Raises ConfigError for one whose files are missing or malformed."""
+
+    def read() -> list[Adapter]:
+        return [read_adapter(name, Path(path).absolute()) for name, path in config.model.adapters.items()]
+
+    folder = config.model.adapter_folder
+    return ServedAdapters(
+        model_name,
+        await asyncio.to_thread(read),
+        folder=None if folder is None else Path(folder),
+        may_use=lambda tenant, name: matches(limiter.limits_for(tenant).adapters, name),
+    )
 
 
 def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:

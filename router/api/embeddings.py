@@ -110,7 +110,7 @@ class Embedder:
         """Prepare the inputs. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         if not inputs or len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"input must have 1 to {MAX_INPUTS} elements", param="input")
-        self._frontend.check_model(fields.model)
+        self._frontend.check_base_model(fields.model, fields.tenant)
         fields = replace(fields, max_tokens=1, num_choices=1, reads_along=False, scoring=EMBEDDING_SCORING)
         pooling = self._frontend.model.pooling
         prompts: Sequence[EmbeddingInput | PooledInput] = inputs

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from msgspec.structs import replace
 
 from router.admission.queue_limits import PreparationLimit
+from router.api.adapters import ServedAdapters
 from router.api.answer.stream_ids import StreamIds
 from router.api.pooled_inputs import PooledInput
 from router.api.prompts import PromptReader
@@ -35,7 +36,7 @@ from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from tandem.config.cluster import RouterConfig
-from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from tandem.errors import ContextLengthExceeded, InvalidRequest
 from tandem.pooling_model import PoolingTask
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
@@ -81,6 +82,8 @@ class Frontend:
         """Set before the servers open; without it structured outputs are refused."""
         self.kept: CachedPrompts | None = None
         """Set before the servers open; without it there are no named caches."""
+        self.adapters = ServedAdapters(model.name)
+        """The adapters that may be named in place of the model; replaced before the servers open."""
         self.max_call_tokens = config.queue.max_tokens
         """Bound on the tokens of a call's prompts together, where their states are pooled or judged."""
         self._limit = PreparationLimit(config.max_inflight_requests)
@@ -194,15 +197,29 @@ class Frontend:
             return prompt
         return await self.prompts.encode(prompt, fields.add_special_tokens)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless `name` is the served model, or absent."""
+    def check_model(self, name: str | None, tenant: str) -> None:
+        """Raise ModelNotFound unless `name` is the served model, one of its adapters that the tenant may use, or
+        absent."""
         if name is not None and name != self.model.name:
-            raise ModelNotFound(f"model {name[:100]!r} is not served here; {self.model.name!r} is", param="model")
+            self.adapters.get(name, tenant)
+
+    def check_base_model(self, name: str | None, tenant: str) -> None:
+        """Raise as `check_model`, and InvalidRequest for an adapter."""
+        if name is not None and name != self.model.name:
+            adapter = self.adapters.get(name, tenant)
+            raise InvalidRequest(
+                f"model: {adapter.name!r} is an adapter; only {self.model.name!r} itself can be used here",
+                param="model",
+            )
+
+    def answering_model(self, request: RoutedRequest) -> str:
+        """Return the name by which a request's model is shown in its answer."""
+        return self.model.name if request.adapter is None else request.adapter.name
 
     def check_fields(self, fields: ClientRequest) -> None:
         """Check every bound that needs no tokenizing."""
         if fields.model != self.model.name:
-            self.check_model(fields.model)
+            self.check_model(fields.model, fields.tenant)
         if self.model.pooling is not None and not (self.model.pooling.generates or fields.is_pooled):
             kind = "embeddings" if self.model.pooling.task is PoolingTask.EMBED else "relevance scores"
             raise InvalidRequest(f"model: it makes {kind} and generates no text", param="model")
@@ -301,14 +318,16 @@ class Frontend:
         if fields.max_tokens is None:
             # Otherwise `check_fields` has checked it: what became smaller is still within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)
-        seen = fields.last_seen
+        seen, salt = fields.last_seen, self._salt(fields)
+        is_base = fields.model == self.model.name or fields.model is None
+        adapter = None if is_base or fields.model is None else self.adapters.get(fields.model, fields.tenant)
         request = RoutedRequest(
             request_id=name_request(seen.head.request_id if seen else None),
             # A call may have thousands of prompts that are scored only.
             prompt_token_ids=array("i", ids) if fields.scoring and fields.scoring.is_small else tuple(ids),
             sampling=sampling,
             grammar_param=None if fields.structure is None else fields.structure.param,
-            hash_root=self._hash_root(self._salt(fields)),
+            hash_root=self._hash_root(salt) if adapter is None else self._hash_root(salt, adapter.digest),
             tenant=fields.tenant,
             operation=operation,
             arrived_s=started_s,
@@ -320,6 +339,7 @@ class Frontend:
             deadline_s=self.deadline_s(fields),
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
             resumptions=seen.head.resumptions + 1 if seen else 0,
+            adapter=adapter,
         )
         ends = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         return PreparedRequest(
@@ -394,7 +414,8 @@ class Frontend:
         """Begin the request's span if it is sampled; names follow OpenTelemetry's GenAI conventions."""
         request = one.request
         operation, started_s = request.operation, request.arrived_s or self.clock()
-        name = f"{operation} {self.model.name}"
+        model = self.answering_model(request)
+        name = f"{operation} {model}"
         span = self._tracer.request(name, fields.trace, started_s, by_operator=fields.by_operator)
         if span is None:
             return one
@@ -402,13 +423,13 @@ class Frontend:
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "tandem",
-                "gen_ai.request.model": self.model.name,
+                "gen_ai.request.model": model,
                 "gen_ai.request.max_tokens": request.sampling.max_tokens,
                 "gen_ai.request.choice.count": request.num_choices,
                 "gen_ai.request.temperature": request.sampling.temperature,
                 "gen_ai.request.top_p": request.sampling.top_p,
                 "gen_ai.response.id": request.request_id,
-                "gen_ai.response.model": self.model.name,
+                "gen_ai.response.model": model,
                 "tandem.request.id": request.request_id,
             }
         )
@@ -424,5 +445,6 @@ class Frontend:
         """Return the root of the block names of everything under one salt. Clients' salts begin with a number."""
         return self._hash_root(salt)
 
-    def _new_hash_root(self, salt: str) -> BlockHash:
-        return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, salt=salt)
+    def _new_hash_root(self, salt: str, adapter: str = "") -> BlockHash:
+        """`adapter`: digest of the adapter whose KV it is."""
+        return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, adapter=adapter, salt=salt)

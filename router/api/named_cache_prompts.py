@@ -131,6 +131,7 @@ class NamedCacheService:
             raise InvalidRequest("messages: at least one must follow the cached content", param="messages")
         if fields.cache_salt is not None:
             raise InvalidRequest("cached_content cannot be combined with cache_salt", param="cache_salt")
+        self._frontend.check_base_model(fields.model, fields.tenant)
         cache = self.caches.get(fields.tenant, name)
         if any(one.role in _SYSTEM for one in cache.messages) and any(one.role in _SYSTEM for one in messages):
             raise InvalidRequest("messages: the cached content already has a system message", param="messages")

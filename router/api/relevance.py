@@ -88,7 +88,7 @@ class RelevanceScorer:
         """Return one score for each pair, in order, and the number of prompt tokens. Raises InvalidRequest,
         ContextLengthExceeded, ModelNotFound, or what `Generator.run` raises.
         """
-        self._frontend.check_model(fields.model)
+        self._frontend.check_base_model(fields.model, fields.tenant)
         question.check()
         pooling = self._frontend.model.pooling
         if pooling is None:

@@ -4,7 +4,7 @@ Scoring has no state worth keeping: a worker that refuses or dies is excluded, a
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ from router.types.session_events import (
 from router.types.worker_view import WorkerKey
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
-from tandem.protocol.session_versions import POOLING_SINCE
+from tandem.protocol.session_versions import ADAPTERS_SINCE, POOLING_SINCE
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import RequestId
 from tandem.values.outputs import FinishReason, PhaseTimes
@@ -106,7 +106,13 @@ class PromptScorer:
         ask = request.scoring
         if ask is not None and not ask.is_plain:
             workers = [worker for worker in workers if worker.info.protocol_version >= POOLING_SINCE]
-        found = choose_scoring_worker(workers, num_tokens, excluded=still, avoided=avoided, prefer=prefer)
+        adapter_ms: Mapping[WorkerKey, float] = {}
+        if request.adapter is not None:
+            workers = [worker for worker in workers if worker.info.protocol_version >= ADAPTERS_SINCE]
+            adapter_ms = context.placer.adapter_ms(request.adapter)
+        found = choose_scoring_worker(
+            workers, num_tokens, excluded=still, avoided=avoided, prefer=prefer, adapter_ms=adapter_ms
+        )
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
@@ -150,6 +156,8 @@ class PromptScorer:
         breakers.began(key, context.clock())
         try:
             port.score_prompt(order, coming.on_event)
+            if order.adapter is not None:
+                context.placer.adapters.sent(order.adapter, key, context.clock())
             on_sent()
             found = await coming.outcome
         except Unavailable as refusal:
@@ -266,4 +274,5 @@ def _order(request: RoutedRequest, ask: PromptScoringRequest, attempt: int, now_
         num_skipped=ask.num_skipped,
         through_head=ask.through_head,
         label_token_ids=ask.label_token_ids,
+        adapter=request.adapter,
     )

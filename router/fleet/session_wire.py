@@ -37,6 +37,7 @@ from tandem.protocol.pin_wire import order_to_pb, totals_from_pb
 from tandem.protocol.session_versions import DIRECT_TICKET_BYTES, PROMPT_BYTES_SINCE, SPOKEN
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.protocol.wire import (
+    adapter_to_pb,
     failure_from_pb,
     fill_sampling,
     finish_reason_from_pb,
@@ -62,6 +63,7 @@ _ROLES: dict[int, WorkerRole] = {
 }
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
+_NO_ADAPTERS: frozenset[str] = frozenset()
 _MAX_OFFER_S = 600.0
 _MAX_POOL_TOKENS = 1 << 48
 _MAX_PORT = 65535
@@ -171,6 +173,8 @@ def submit_to_pb(order: SubmitOrder, handle: int, version: int = SPOKEN.newest) 
         submit.trace = order.trace.to_text()
     if order.prediction is not None:
         submit.prediction = token_ids_to_bytes(order.prediction)
+    if order.adapter is not None:
+        submit.adapter.CopyFrom(adapter_to_pb(order.adapter))
     return message
 
 
@@ -189,6 +193,7 @@ def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
         num_skipped=order.num_skipped,
         through_head=order.through_head,
         label_token_ids=order.label_token_ids,
+        adapter=None if order.adapter is None else adapter_to_pb(order.adapter),
     )
     return pb.RouterMessage(score_prompt=score_prompt)
 
@@ -316,6 +321,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
             _redis_publishing_from_pb(load.redis_publishing) if load.HasField("redis_publishing") else None
         ),
         work=_work_from_pb(load.work) if load.HasField("work") else None,
+        resident_adapters=frozenset(load.resident_adapters) if load.resident_adapters else _NO_ADAPTERS,
     )
 
 

@@ -64,8 +64,11 @@ class ShadowScoring(BackgroundProbe, Collector):
         self._num_greedy = self._num_greedy_agreeing = 0
 
     def on_answer(self, request: RoutedRequest, token_ids: Sequence[int]) -> None:
-        """Draw from the answers that have ended: a client's request, and what its first choice was."""
-        if not token_ids or self._rng.random() >= self._share:
+        """Draw from the answers that have ended: a client's request, and what its first choice was.
+
+        Those of adapters are left out: all that is scored here shares one root of block names.
+        """
+        if not token_ids or request.adapter is not None or self._rng.random() >= self._share:
             return
         if len(self._waiting) >= _MOST_WAITING:
             self._outcomes["skipped"] += 1

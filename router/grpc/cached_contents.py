@@ -32,7 +32,7 @@ class CachedContentCalls:
     async def create(self, tenant: str, request: pb.CreateCachedContentRequest) -> pb.CachedContent:
         """Compute and keep a prefix under a name. Raises as `NamedCacheService.create`."""
         named = self._named()
-        self._frontend.check_model(model_of(request))
+        self._frontend.check_base_model(model_of(request), tenant)
         check_no_breakpoints(request.chat)
         if not request.chat.messages:
             raise InvalidRequest("chat must have at least one message", param="chat")

@@ -157,8 +157,7 @@ class InferenceService(InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Tokenize a text or a conversation."""
-        self._admit(request, context)
-        self._frontend.check_model(model_of(request))
+        self._frontend.check_model(model_of(request), self._admit(request, context))
         prompts, kind = self._frontend.prompts, request.WhichOneof("input")
         if kind == "chat":
             check_no_breakpoints(request.chat)
@@ -176,17 +175,20 @@ class InferenceService(InferenceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Return the text of token ids, special tokens included."""
-        self._admit(request, context)
-        self._frontend.check_model(model_of(request))
+        self._frontend.check_model(model_of(request), self._admit(request, context))
         ids = self._frontend.prompts.parse_ids(request.token_ids, "token_ids") if request.token_ids else ()
         return pb.DetokenizeResponse(text=self._frontend.tokenizer.decode(ids, skip_special_tokens=False))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        """Describe the served model."""
-        self._admit(request, context)
+        """Describe the served model, and the adapters that the key's tenant may use."""
+        adapters = self._frontend.adapters.available(self._admit(request, context))
         model = self._frontend.model
         card = pb.Model(id=model.name, max_model_len=model.max_model_len, created_s=model.created_s)
-        return pb.ListModelsResponse(models=[card])
+        cards = [
+            pb.Model(id=one.name, max_model_len=model.max_model_len, created_s=model.created_s, parent=model.name)
+            for one in adapters
+        ]
+        return pb.ListModelsResponse(models=[card, *cards])
 
     async def CreateCachedContent(self, request: pb.CreateCachedContentRequest, context: Any) -> pb.CachedContent:
         """Create a named cache; answers when the prefix is computed and kept."""

@@ -32,6 +32,8 @@ class CostModel(Struct, frozen=True, kw_only=True):
     prior_prefill_tokens_per_s: float = 5_000.0
     prior_decode_step_s: float = 0.02
     prior_kv_bytes_per_s: float = 1e9
+    adapter_bytes_per_s: float = 200e6
+    """Rate at which a worker loads an adapter."""
     itl_share: float = 0.02
     """Share by which one more sequence lengthens a decode step."""
     itl_horizon_tokens: int = 64
@@ -63,6 +65,8 @@ class CandidateCost:
     itl_ms: float = 0.0
     penalty_ms: float = 0.0
     """Time left for which the worker should be avoided after a refusal or failure."""
+    adapter_ms: float = 0.0
+    """Time to load the request's adapter, where it is not resident."""
     copy_ms: float = 0.0
     """Negative: the part that is not charged because a copy is wanted here."""
     local_threshold_tokens: float | None = None
@@ -73,7 +77,7 @@ class CandidateCost:
         """The sum that is minimised."""
         return (
             self.queue_ms + self.compute_ms + self.stall_ms + self.recompute_ms + self.transfer_ms + self.pair_ms
-            + self.handoff_ms + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
+            + self.handoff_ms + self.memory_ms + self.itl_ms + self.penalty_ms + self.adapter_ms + self.copy_ms
         )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ class PlacementDemand(Struct, frozen=True, kw_only=True):
     """Time on the clock by which penalties end."""
     links: PairLinks | None = None
     """The links between the workers of both pools; None: they make no difference."""
+    adapter_ms: list[float] | None = None
+    """[num_slots]: time until a worker has loaded the request's adapter, by the worker's slot; None: it has none."""
 
     def closed(self, pool: PoolView, needed_tokens: int) -> Bools | None:
         """Return the rows that may not be chosen, a pool of no more than `needed_tokens` included; None when all
@@ -46,4 +48,6 @@ class PlacementDemand(Struct, frozen=True, kw_only=True):
         if pool.members.least_pool_tokens <= needed_tokens:
             small = pool.members.pool_tokens <= needed_tokens
             closed = small if closed is None else closed | small
+        if self.adapter_ms is not None and pool.members.no_adapters is not None:
+            closed = pool.members.no_adapters if closed is None else closed | pool.members.no_adapters
         return closed

@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 from msgspec import Struct
 
+from router.placement.adapter_holders import AdapterHolders
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
 from router.placement.demand import PlacementDemand
@@ -25,6 +26,7 @@ from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.booking import Booking
 from router.workers.columns import ClusterView
 from router.workers.registry import WorkerRegistry
+from tandem.adapter_files import Adapter
 from tandem.errors import InvariantError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, Incarnation, RequestId, WorkerId
@@ -94,6 +96,8 @@ class Assignment(Struct, kw_only=True):
     pins: tuple[PinRequest, ...] = ()
     """Pins requested for its prompt; empty once the first token has arrived."""
     tenant: str = ""
+    adapter: Adapter | None = None
+    """The adapter that its workers need; None: none, or it runs already."""
     decision: PlacementDecision | None = None
     """Its entry in the decision log; None until it is recorded."""
 
@@ -119,6 +123,7 @@ class Placer:
         self._hot = HotPrefixes(replication or ReplicationPolicy())
         self._decisions = decisions
         self._observer = observer
+        self.adapters = AdapterHolders(bytes_per_s=model.adapter_bytes_per_s)
         self.handoffs = PendingHandoffs(clock)
         """Prompts that are being computed for another worker."""
 
@@ -135,6 +140,7 @@ class Placer:
         only: WorkerKey | None = None,
         pool_tokens_above: int = 0,
         is_local: bool = False,
+        adapter: Adapter | None = None,
     ) -> Assignment:
         """Choose workers for prompt and earlier output, whose blocks are `names`; the rest as in `PlacementDemand`.
 
@@ -143,7 +149,15 @@ class Placer:
         registry, now_s = self.registry, self._clock()
         prefix_map, view = registry.prefix_map, registry.view()
         demand = self._demand(
-            num_tokens, names, view, excluded, pool_tokens_above, now_s=now_s, only=only, is_local=is_local
+            num_tokens,
+            names,
+            view,
+            excluded,
+            pool_tokens_above,
+            now_s=now_s,
+            only=only,
+            is_local=is_local,
+            adapter=adapter,
         )
         placement = place(demand, view, self._model, self._rng)
         prefill, decode = placement.prefill, placement.decode.info.key
@@ -164,7 +178,11 @@ class Placer:
             booked=booked,
             prompt=prompt,
             holder=best_holder(demand, computing, view, partial(self._num_confirmed, names)),
+            adapter=adapter,
         )
+        if adapter is not None:
+            for key in {decode, computing.key}:
+                self.adapters.sent(adapter, key, now_s)
         self._hot.on_placed(names, work_ms=placement.compute_ms, tokens=placement.uncached_tokens, now_s=now_s)
         if placement.affinity is Affinity.REPLICA:
             self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=now_s)
@@ -230,13 +248,16 @@ class Placer:
         """Choose another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
         self._stop_computing(assignment)
         view = self.registry.view()
-        demand = self._demand(assignment.num_tokens, assignment.names, view, excluded, now_s=self._clock())
+        now_s, adapter = self._clock(), assignment.adapter
+        demand = self._demand(assignment.num_tokens, assignment.names, view, excluded, now_s=now_s, adapter=adapter)
         found = place_prefill(demand, assignment.placement.decode, view, self._model, self._rng)
         if found is None:
             assignment.holder = None
             self._compute_on(assignment, assignment.decode, assignment.num_tokens)
             return None
         prefill, work = found
+        if adapter is not None:
+            self.adapters.sent(adapter, prefill.info.key, now_s)
         assignment.holder = best_holder(demand, prefill.info, view, partial(self._num_confirmed, assignment.names))
         self._compute_on(assignment, prefill.info.key, work)
         return prefill
@@ -302,6 +323,16 @@ class Placer:
         source, target = assignment.computing.worker_id, assignment.decode.worker_id
         self.handoffs.began(id(assignment), source=source, target=target, num_tokens=num_tokens)
 
+    def adapter_ms(self, adapter: Adapter) -> dict[WorkerKey, float]:
+        """Return the time that each worker would take to load an adapter."""
+        view = self.registry.view()
+        by_slot = self.adapters.load_ms(adapter, view, self._clock())
+        return {
+            info.key: by_slot[slot]
+            for pool in (view.decode, view.prefill)
+            for info, slot in zip(pool.members.infos, pool.members.slot_list, strict=True)
+        }
+
     def _num_confirmed(self, names: Sequence[BlockHash], worker: WorkerId, num_tokens: int) -> int:
         """See `Confirmed`."""
         leading = names[: num_tokens // HASH_BLOCK_TOKENS]
@@ -318,6 +349,7 @@ class Placer:
         now_s: float,
         only: WorkerKey | None = None,
         is_local: bool = False,
+        adapter: Adapter | None = None,
     ) -> PlacementDemand:
         prefix_map = self.registry.prefix_map
         prefix_map.expire(now_s)
@@ -338,4 +370,5 @@ class Placer:
             replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
             now_s=now_s,
             links=self.registry.links(view, now_s) if has_prefill else None,
+            adapter_ms=None if adapter is None else self.adapters.load_ms(adapter, view, now_s),
         )

@@ -15,7 +15,7 @@ the queue, and it evicts blocks of theirs. A policy that minimised only each req
 everyone's.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from random import Random
 
@@ -190,6 +190,7 @@ def _affinity(demand: PlacementDemand, costs: PoolCosts, row: int) -> Affinity:
 
 _TOKENS_PER_S = 1000.0
 """Assumed rate of a worker that has measured nothing yet."""
+_NO_WAITS: Mapping[WorkerKey, float] = {}
 
 
 def choose_scoring_worker(
@@ -199,10 +200,11 @@ def choose_scoring_worker(
     excluded: Collection[WorkerKey],
     avoided: Collection[WorkerKey],
     prefer: WorkerKey | None = None,
+    adapter_ms: Mapping[WorkerKey, float] = _NO_WAITS,
 ) -> WorkerSnapshot | None:
     """Choose the worker predicted to have computed it first; `avoided`: only if there is no other. None: none can.
 
-    `prefer`: the worker that has most of it cached.
+    `prefer`: the worker that has most of it cached. `adapter_ms`: time until workers have loaded the request's adapter.
     """
     fit = [
         worker
@@ -219,7 +221,7 @@ def choose_scoring_worker(
             worker.info.key in avoided,
             worker.info.key != prefer,
             worker.info.role is not WorkerRole.PREFILL,
-            wait_ms + worker.penalty_ms,
+            wait_ms + worker.penalty_ms + adapter_ms.get(worker.info.key, 0.0),
             worker.info.key.worker_id,
         )
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
+from tandem.adapter_files import Adapter
 from tandem.telemetry.tracing import Span
 from tandem.values.ids import BlockHash, Incarnation, RequestId
 from tandem.values.outputs import NO_PREDICTION_USE, FinishReason, PhaseTimes, PredictionUse, SampledToken, bare_token
@@ -105,6 +106,8 @@ class RoutedRequest(Struct, frozen=True, kw_only=True):
     """Scores requested for the prompt itself; returned before any token."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search, whose best beams are the choices; None: sampling."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that the client named as its model; None: the model itself."""
     span: Span | None = None
     """The span of the whole request, when it is traced; its server ends it."""
 

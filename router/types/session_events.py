@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from router.types.requests import PlainStream
 from router.types.worker_view import WorkerKey
+from tandem.adapter_files import Adapter
 from tandem.errors import ServingError
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.cached_chain import CachedChain
@@ -56,6 +57,7 @@ class SubmitOrder(Struct, frozen=True, kw_only=True):
     """Trace context of the parent of the worker's spans."""
     prediction: "array[int] | None" = None
     """The answer that the client expects, as tokens; workers may draft from it."""
+    adapter: Adapter | None = None
 
 
 class AttemptStarted(Struct, frozen=True, kw_only=True):
@@ -134,6 +136,7 @@ class PromptScoringOrder(Struct, frozen=True, kw_only=True):
     num_skipped: int = 0
     through_head: bool = False
     label_token_ids: tuple[int, ...] = ()
+    adapter: Adapter | None = None
 
 
 class PromptScoresPart(NamedTuple):

@@ -245,6 +245,8 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
     pins: PinTotals = NO_PINS
     work: EngineWorkReport | None = None
     """None for a worker that does not report it."""
+    resident_adapters: frozenset[str] = frozenset()
+    """Digests of the LoRA adapters that it has loaded."""
 
 
 class WorkerSnapshot(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
+from tandem.protocol.session_versions import ADAPTERS_SINCE
 from tandem.values.ids import WorkerId
 
 Floats = NDArray[np.float64]
@@ -58,6 +59,9 @@ class PoolMembers:
         self.lends: Bools | None = None if all(lends) else np.array(lends, dtype=np.bool_)
         """Whether each row's worker has a hand-off service; None: all have."""
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
+        knows = [info.protocol_version >= ADAPTERS_SINCE for info in infos]
+        self.no_adapters: Bools | None = None if all(knows) else ~np.array(knows, dtype=np.bool_)
+        """Which rows' workers would ignore the adapter of an order, in an older session; None: none."""
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
         """Block sizes in tokens, as floats for multiplications."""
         self.slot_list = list(slots)

@@ -148,6 +148,8 @@ class Model:
     id: str
     max_model_len: int
     created_s: int
+    parent: str = ""
+    """Of a LoRA adapter: the id of its model. Empty: the model itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,4 +157,6 @@ def failure_of(error: Any) -> ServingError:
 
 
 def models_of(answer: pb.ListModelsResponse) -> list[Model]:
-    return [Model(id=m.id, max_model_len=m.max_model_len, created_s=m.created_s) for m in answer.models]
+    return [
+        Model(id=m.id, max_model_len=m.max_model_len, created_s=m.created_s, parent=m.parent) for m in answer.models
+    ]

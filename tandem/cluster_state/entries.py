@@ -1,7 +1,7 @@
 """Encodes and authenticates the cluster state that workers and routers publish in Redis.
 
 Workers publish their registration, a log of their cache's changes and snapshots of it; routers their load and their
-tenants' usage.
+tenants' usage, and which adapters were loaded or unloaded through them.
 
 A value is an HMAC-SHA-256 tag and a protobuf message (tandem/v1/cluster_state.proto). The key is derived from the
 cluster's secret; the tag covers the kind of entry, the cluster's name and the whole message, which has the worker's id,
@@ -12,12 +12,15 @@ new, for one lease. An entry that is too large, malformed, forged or of another 
 """
 
 import hmac
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from tandem.adapter_files import MAX_ADAPTER_NAME_CHARS, Adapter, checked_adapter_name
+from tandem.protocol.wire import adapter_from_pb, adapter_to_pb
 from tandem.v1 import cluster_state_pb2 as pb
 from tandem.v1 import session_pb2
 from tandem.values.block_hash import HASH_BYTES
@@ -31,6 +34,8 @@ MAX_SHARES = 4096
 MAX_TALLIES = 4096
 MAX_HEARD = 256
 """Maximum number of other routers in a load."""
+MAX_ADAPTER_CHANGES = 512
+MAX_ADAPTER_PATH_BYTES = 1024
 TAG_BYTES = 16
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 256
@@ -38,8 +43,13 @@ SMALL_BYTES = 1024
 """Size limit of a worker's registration or log head."""
 STATE_BYTES = MAX_STATE_NAMES * HASH_BYTES + SMALL_BYTES
 CHANGES_BYTES = MAX_CHANGES * (HASH_BYTES + 1) + SMALL_BYTES
-LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + MAX_HEARD * 10 + SMALL_BYTES
+_ADAPTER_BYTES = 2 * MAX_ADAPTER_NAME_CHARS + MAX_ADAPTER_PATH_BYTES + 128
+LOAD_BYTES = (
+    MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + MAX_HEARD * 10
+    + MAX_ADAPTER_CHANGES * _ADAPTER_BYTES + SMALL_BYTES
+)  # fmt: skip
 _MAC_BYTES = 32
+_DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_COUNT = (1 << 63) - 1
 _ROLES = {WorkerRole.PREFILL: session_pb2.WORKER_ROLE_PREFILL, WorkerRole.DECODE: session_pb2.WORKER_ROLE_DECODE}
 _ROLE_OF: dict[int, WorkerRole] = {number: role for role, number in _ROLES.items()}
@@ -153,6 +163,22 @@ class TenantTally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChange:
+    """The latest change of one adapter's name that was made while the cluster ran."""
+
+    name: str
+    version: int
+    """Time of the change in Unix milliseconds, later than that of every earlier change of the name."""
+    adapter: Adapter | None
+    """The adapter that was loaded; None: unloaded."""
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Of two changes of one name the one with the greater order counts, on every router."""
+        return self.version, "" if self.adapter is None else self.adapter.digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
     """The requests that a router has in flight, and its tenants' usage."""
 
@@ -162,6 +188,8 @@ class RouterLoad:
     tallies: tuple[TenantTally, ...] = ()
     hears: tuple[Incarnation, ...] = ()
     """Incarnations of the other routers whose entries it has seen."""
+    adapters: tuple[AdapterChange, ...] = ()
+    """Changes of adapters that it knows, its own and others'."""
 
 
 class ClusterStateCodec:
@@ -263,6 +291,7 @@ class ClusterStateCodec:
             shares=shares,
             tallies=tallies_to_pb(load.tallies),
             hears=load.hears[:MAX_HEARD],
+            adapters=adapter_changes_to_pb(load.adapters[:MAX_ADAPTER_CHANGES]),
         )
         return self._seal(b"load", message)
 
@@ -281,6 +310,7 @@ class ClusterStateCodec:
             shares=tuple(map(_share, message.shares)),
             tallies=tallies_from_pb(message.tallies),
             hears=tuple(map(Incarnation, message.hears)),
+            adapters=adapter_changes_from_pb(message.adapters),
         )
 
     def _seal(self, kind: bytes, message: Message) -> bytes:
@@ -331,6 +361,39 @@ def tallies_from_pb(tallies: Sequence[pb.TenantTally]) -> tuple[TenantTally, ...
         TenantTally(tenant=t.tenant, epoch=t.epoch, requests=t.requests, tokens=t.tokens, num_inflight=t.num_inflight)
         for t in tallies
     )
+
+
+def adapter_changes_to_pb(changes: Iterable[AdapterChange]) -> list[pb.AdapterChange]:
+    """Convert changes of adapters."""
+    return [
+        pb.AdapterChange(
+            name=change.name,
+            version=change.version,
+            adapter=None if change.adapter is None else adapter_to_pb(change.adapter),
+        )
+        for change in changes
+    ]
+
+
+def adapter_changes_from_pb(changes: Sequence[pb.AdapterChange]) -> tuple[AdapterChange, ...]:
+    """Convert changes of adapters. Raises BadEntry when they are too many, or malformed."""
+    if len(changes) > MAX_ADAPTER_CHANGES:
+        raise BadEntry("too many adapters")
+    return tuple(map(_adapter_change, changes))
+
+
+def _adapter_change(change: pb.AdapterChange) -> AdapterChange:
+    _check_counts(change.version)
+    try:
+        name = checked_adapter_name(change.name)
+    except ValueError:
+        raise BadEntry("no valid name of an adapter") from None
+    if not change.HasField("adapter"):
+        return AdapterChange(name=name, version=change.version, adapter=None)
+    adapter = adapter_from_pb(change.adapter)
+    if adapter.name != name or _DIGEST.fullmatch(adapter.digest) is None:
+        raise BadEntry("no valid adapter")
+    return AdapterChange(name=name, version=change.version, adapter=adapter)
 
 
 def _who(process: Process) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tandem.config.section import Seconds, Section
 from tandem.values.api_key import is_digest, is_well_formed, kept_of
 
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
+AdapterPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/*-]{1,128}$")]
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -63,6 +64,8 @@ class TenantLimits(Section):
     """Requests accepted and not yet completed, queued ones included."""
     weight: float = Field(default=1.0, gt=0.0, le=1000.0)
     """Share of a saturated cluster, relative to other tenants' weights."""
+    adapters: tuple[AdapterPattern, ...] | None = None
+    """Names of the LoRA adapters that the tenant may use, where `*` stands for any characters; `[]`: none."""
     best_priority: int | None = None
     """Best (lowest) priority that the tenant's requests can have; better ones are raised to it. null: 0 when API keys
     are configured, unlimited otherwise. -2147483647: unlimited."""

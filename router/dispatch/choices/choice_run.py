@@ -155,6 +155,7 @@ class ChoiceRun:
                 only=request.only_worker,
                 pool_tokens_above=progress.pool_tokens_above,
                 is_local=request.is_local and not progress.token_ids,
+                adapter=request.adapter,
             )
         except RequestTooLarge as computed:
             # The worker that refused the request for its size gave the more precise reason.
@@ -435,6 +436,7 @@ class ChoiceRun:
             tokens_per_message=0 if request.reads_along else UNREAD_TOKENS_PER_MESSAGE,
             trace=None if request.span is None else request.span.context,
             prediction=request.prediction,
+            adapter=request.adapter,
         )
 
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:

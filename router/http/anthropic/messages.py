@@ -68,7 +68,7 @@ class MessagesRoutes:
     ) -> dict[str, Any]:
         """Count the tokens of the prompt that a conversation makes."""
         _check_version(request)
-        self._frontend.check_model(body.model)
+        self._frontend.check_model(body.model, request.state.tenant)
         fields = body.fields(request.state.tenant)
         ids = await self._frontend.prompts.encode_chat(
             body.conversation().messages,
@@ -84,13 +84,14 @@ class MessagesRoutes:
             TextCollector(),
         )
         await self._answering.read_text([prepared], text)
-        return whole_message(prepared, self._frontend.model.name, text.choices()[0])
+        return whole_message(prepared, self._frontend.answering_model(prepared.request), text.choices()[0])
 
     async def _stream(self, talk: AnthropicConversation, fields: ClientRequest, events: EventStream) -> None:
         """Stream the answer. Nothing is written before the first token, so that earlier errors keep their HTTP
         status."""
         prepared = await prepare_with_breakpoints(self._frontend, talk.messages, talk.marks, fields)
-        await self._answering.read_text([prepared], MessageStream(events, prepared, self._frontend.model.name))
+        model = self._frontend.answering_model(prepared.request)
+        await self._answering.read_text([prepared], MessageStream(events, prepared, model))
 
 
 def _check_version(request: Request) -> None:

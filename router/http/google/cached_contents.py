@@ -60,7 +60,7 @@ class CachedContentRoutes:
         self, request: Request, body: Annotated[CreateBody, Depends(JsonBody(CreateBody))]
     ) -> dict[str, Any]:
         """Cache the beginning of a conversation; the answer comes when the prefix is computed and kept."""
-        self._frontend.check_model(body.model.removeprefix("models/"))
+        self._frontend.check_base_model(body.model.removeprefix("models/"), request.state.tenant)
 
         async def compute(prepared: PreparedRequest) -> None:
             await self._answering.read_text([prepared], TextCollector())

@@ -112,7 +112,7 @@ class GenerationRoutes:
             return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
         def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
-            head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
+            head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.answering_model(prepared[0].request))
             tokenizer = self._frontend.tokenizer
             if prepared[0].calling is None and prepared[0].reasoning is None:
                 return ChatAnswer(head, prepared, tokenizer)
@@ -135,7 +135,7 @@ class GenerationRoutes:
             return await self._frontend.prepare_prompts(prompts, fields)
 
         def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
-            head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
+            head = _head(body, "cmpl", prepared[0], seen, self._frontend.answering_model(prepared[0].request))
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
         return await self._respond(request, sent, body, prepare, make_answer, seen)

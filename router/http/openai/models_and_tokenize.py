@@ -5,6 +5,7 @@ from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends
 from pydantic import AfterValidator
+from starlette.requests import Request
 
 from router.api.frontend import Frontend
 from router.http.body.json_body import JsonBody
@@ -13,6 +14,7 @@ from router.http.openai.objects import ModelList, ModelObject, TextObject, Token
 from router.http.openai.schemas import DetokenizeBody, TokenizeBody
 from router.http.openai.tool_schemas import tool_use
 from router.http.routing.access import ClientAccess
+from tandem.adapter_files import Adapter
 
 
 class TextRoutes:
@@ -29,18 +31,22 @@ class TextRoutes:
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=TextObject)
         return router
 
-    async def list_models(self) -> dict[str, Any]:
-        """List the one served model."""
-        return {"object": "list", "data": [self._card()]}
+    async def list_models(self, request: Request) -> dict[str, Any]:
+        """List the served model, and the adapters that the key's tenant may use."""
+        adapters = self._frontend.adapters.available(request.state.tenant)
+        return {"object": "list", "data": [self._card(), *map(self._adapter_card, adapters)]}
 
-    async def get_model(self, model: Annotated[str, AfterValidator(unquote)]) -> dict[str, Any]:
-        """Describe the served model, by its name."""
-        self._frontend.check_model(model)
-        return self._card()
+    async def get_model(self, request: Request, model: Annotated[str, AfterValidator(unquote)]) -> dict[str, Any]:
+        """Describe the served model or an adapter, by its name."""
+        if model == self._frontend.model.name:
+            return self._card()
+        return self._adapter_card(self._frontend.adapters.get(model, request.state.tenant))
 
-    async def tokenize(self, body: Annotated[TokenizeBody, Depends(JsonBody(TokenizeBody))]) -> dict[str, Any]:
+    async def tokenize(
+        self, request: Request, body: Annotated[TokenizeBody, Depends(JsonBody(TokenizeBody))]
+    ) -> dict[str, Any]:
         """Return the token ids of a prompt or a conversation."""
-        self._frontend.check_model(body.model)
+        self._frontend.check_model(body.model, request.state.tenant)
         if body.messages is not None:
             messages = conversation(body.messages)
             generation_prompt = body.add_generation_prompt is not False
@@ -60,9 +66,11 @@ class TextRoutes:
             "token_strs": texts,
         }
 
-    async def detokenize(self, body: Annotated[DetokenizeBody, Depends(JsonBody(DetokenizeBody))]) -> dict[str, Any]:
+    async def detokenize(
+        self, request: Request, body: Annotated[DetokenizeBody, Depends(JsonBody(DetokenizeBody))]
+    ) -> dict[str, Any]:
         """Return the text of token ids, special tokens included."""
-        self._frontend.check_model(body.model)
+        self._frontend.check_model(body.model, request.state.tenant)
         ids = self._frontend.prompts.parse_ids(body.tokens, "tokens") if body.tokens else ()
         return {"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)}
 
@@ -78,4 +86,11 @@ class TextRoutes:
             "max_model_len": model.max_model_len,
             "has_chat_template": model.has_chat_template,
             "default_sampling_params": model.defaults.to_json(),
+        }
+
+    def _adapter_card(self, adapter: Adapter) -> dict[str, Any]:
+        return self._card() | {
+            "id": adapter.name,
+            "root": str(adapter.path),
+            "parent": self._frontend.model.name,
         }

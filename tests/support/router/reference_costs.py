@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from router.placement.costs import CostModel
 from router.types.worker_view import WorkerKey, WorkerSnapshot
+from tandem.protocol.session_versions import ADAPTERS_SINCE
 from tandem.values.roles import WorkerRole
 
 
@@ -15,6 +16,11 @@ class PlacementRequest(Struct, frozen=True):
     matched: Mapping[str, int]
     excluded: frozenset[WorkerKey] = frozenset()
     replicate_tokens: int = 0
+    adapter_ms: Mapping[str, float] | None = None
+    """Time until each worker has loaded the request's adapter, by name; None: it has none."""
+
+    def load_ms(self, one: WorkerSnapshot) -> float:
+        return 0.0 if self.adapter_ms is None else self.adapter_ms[one.info.key.worker_id]
 
 
 def mean(values: Sequence[float], prior: float) -> float:
@@ -42,7 +48,8 @@ def work(one: WorkerSnapshot, request: PlacementRequest, tokens_held: int) -> fl
 
 def usable(one: WorkerSnapshot, request: PlacementRequest) -> bool:
     room = one.info.pool_tokens > request.num_tokens
-    return room and not one.draining and one.info.key not in request.excluded
+    knows = request.adapter_ms is None or one.info.protocol_version >= ADAPTERS_SINCE
+    return room and knows and not one.draining and one.info.key not in request.excluded
 
 
 def charged_of(one: WorkerSnapshot, request: PlacementRequest) -> int:
@@ -61,7 +68,8 @@ def prefill_cost(
         work(w, request, charged_of(w, request)) for w in pool if usable(w, request)
     )
     crowd = model.recompute_weight * sum(w.num_active for w in pool) / len(pool)
-    return (one.backlog_tokens + work(one, request, charged) + again * crowd) * per_token + one.penalty_ms
+    waits_ms = one.penalty_ms + request.load_ms(one)
+    return (one.backlog_tokens + work(one, request, charged) + again * crowd) * per_token + waits_ms
 
 
 def pair_cost(
@@ -82,7 +90,7 @@ def pair_cost(
         [1e3 * w.load.decode_step_s for w in decoders], 1e3 * model.prior_decode_step_s
     )
     lacking = max(0, uncached - decode.load.num_free_blocks * decode.info.layout.block_size)
-    cost = decode.penalty_ms + lacking * step / max(1, decode.load.num_running)
+    cost = decode.penalty_ms + request.load_ms(decode) + lacking * step / max(1, decode.load.num_running)
     cost += step * model.itl_share * model.itl_horizon_tokens * decode.num_active
     if prefill is None:
         per_token = token_ms(decode, decoders, model)

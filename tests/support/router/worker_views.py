@@ -9,6 +9,7 @@ from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSn
 from router.workers.columns import ClusterView
 from router.workers.peer_load import PeerShare
 from router.workers.record import WorkerRecord, WorkerTable
+from tandem.protocol.session_versions import SPOKEN
 from tandem.values.ids import Incarnation, WorkerId
 from tandem.values.kv_layout import KVLayout
 from tandem.values.roles import WorkerRole
@@ -39,6 +40,7 @@ def worker(
     num_blocks: int = 1000,
     layout: KVLayout = LAYOUT,
     transports: frozenset[str] = frozenset(),
+    version: int = SPOKEN.newest,
     **fields: Any,
 ) -> WorkerSnapshot:
     """A prefill worker when its name begins with p, else a decode worker; `fields`: of the snapshot."""
@@ -52,6 +54,7 @@ def worker(
         layout=layout,
         handoff_address=f"{name}:1" if prefill else "",
         transports=transports,
+        protocol_version=version,
     )
     load = load or WorkerLoad(num_free_blocks=num_blocks)
     return WorkerSnapshot(info=info, load=load, backlog_tokens=backlog, num_active=active, **fields)

@@ -75,7 +75,8 @@ class ResponsesRoutes:
         def make_answer(prepared: PreparedRequest) -> _Answer:
             usage = CallUsage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
             logprobs = ResponseLogprobs(prepared, self._frontend.tokenizer)
-            return _Answer(data, prepared, usage, logprobs, model=self._frontend.model.name, has_timing=has_timing)
+            model = self._frontend.answering_model(prepared.request)
+            return _Answer(data, prepared, usage, logprobs, model=model, has_timing=has_timing)
 
         if body.stream:
             stream = _ResponseStream(self._answering, prepare, make_answer)

@@ -14,6 +14,7 @@ from router.placement.costs import CostModel, local_threshold
 from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementReason, place
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
+from tandem.protocol.session_versions import ADAPTERS_SINCE, SPOKEN
 from tests.support.router.reference_costs import PlacementRequest, held, pair_cost
 from tests.support.router.worker_views import LAYOUT, demand_of, view_of, worker
 
@@ -43,6 +44,7 @@ def cluster_at_random(rng: Random) -> list[WorkerSnapshot]:
             transports=rng.choice([frozenset(), frozenset({"tcp"}), frozenset({"shm"})]),
             draining=rng.random() < 0.2,
             penalty_ms=rng.choice([0.0, 0.0, 500.0]),
+            version=rng.choice([SPOKEN.newest, SPOKEN.newest, SPOKEN.newest, ADAPTERS_SINCE - 1]),
         )
 
     return [one(f"d{i}") for i in range(rng.randint(1, 4))] + [one(f"p{i}") for i in range(rng.randint(0, 4))]
@@ -54,6 +56,7 @@ def ask_at_random(rng: Random, workers: list[WorkerSnapshot]) -> PlacementReques
         matched={w.info.key.worker_id: rng.choice([0, rng.randrange(1600)]) for w in workers},
         excluded=frozenset(w.info.key for w in workers if rng.random() < 0.15),
         replicate_tokens=rng.choice([0, 0, 256]),
+        adapter_ms=rng.choice([None, {w.info.key.worker_id: rng.choice([0.0, 90.0]) for w in workers}]),
     )
 
 
@@ -71,8 +74,14 @@ def best_of(
 def placed(workers: list[WorkerSnapshot], request: PlacementRequest, model: CostModel, seed: int = 0) -> Placement:
     view = view_of(workers)
     excluded = [w for w in workers if w.info.key in request.excluded]
+    by_name = None if request.adapter_ms is None else [request.load_ms(w) for w in workers]
     wanted = demand_of(
-        view, request.num_tokens, *excluded, matched=request.matched, replicate_tokens=request.replicate_tokens
+        view,
+        request.num_tokens,
+        *excluded,
+        matched=request.matched,
+        replicate_tokens=request.replicate_tokens,
+        adapter_ms=by_name,
     )
     return place(wanted, view, model, Random(seed))
 
@@ -140,6 +149,7 @@ def test_placement_excluded_workers_are_never_chosen() -> None:
                 assert not one.draining
                 assert one.info.key not in request.excluded
                 assert one.info.pool_tokens > request.num_tokens
+                assert request.adapter_ms is None or one.info.protocol_version >= ADAPTERS_SINCE
             if placement.prefill is not None:
                 num_pairs += 1
                 assert placement.decode.info.cannot_pair(placement.prefill.info) is None

@@ -1,0 +1,171 @@
+"""The LoRA adapters that clients may name as `model`: those of the configuration, and those loaded while it runs. Pure.
+
+Every router keeps the changes that were made while the cluster runs, and merges the others': of two changes of one
+name the later counts, so that they may arrive twice, late, and in any order. Nothing here loads weights: a worker loads
+an adapter with the first request for it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol
+
+from tandem.adapter_files import Adapter
+from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
+from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
+
+_REMEMBERED_MS = 3_600_000
+"""How long an unloaded adapter is remembered: until every other router has long heard of it."""
+_SHOWN_CHARS = 100
+
+
+def matches(patterns: Sequence[str] | None, name: str) -> bool:
+    """Whether one of the patterns, in which * stands for any characters, is the name; None: every name is allowed."""
+    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class AdapterStore(Protocol):
+    """Keeps the changes of the router processes that share a host's ports."""
+
+    def read(self) -> Iterable[AdapterChange]:
+        """Return the changes that this process may not have seen; empty when there are none. Does not wait."""
+        ...
+
+    def write(self, changes: Iterable[AdapterChange]) -> None:
+        """Add changes of this process; when this returns, every other process's `read` returns them."""
+        ...
+
+
+class ServedAdapters:
+    """The adapters of one router, by name, and who may use them."""
+
+    def __init__(
+        self,
+        model_name: str,
+        configured: Iterable[Adapter] = (),
+        *,
+        folder: Path | None = None,
+        may_use: Callable[[str, str], bool] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder`: the only place that adapters may be loaded from while the cluster runs, None: nowhere. `may_use`:
+        whether a tenant may use the adapter of a name; None: every tenant all of them.
+        """
+        self.folder = folder
+        self.store: AdapterStore | None = None
+        """Set before the servers open where processes share the ports."""
+        self._model_name = model_name
+        self._configured = {adapter.name: adapter for adapter in configured}
+        self._served = dict(self._configured)
+        self._changes: dict[str, AdapterChange] = {}
+        self._may_use = may_use
+        self._wall_clock = wall_clock
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def get(self, name: str, tenant: str) -> Adapter:
+        """Return the adapter of a name. Raises ModelNotFound, also where the tenant may not use it: what others may
+        use is not revealed."""
+        self._catch_up()
+        adapter = self._served.get(name)
+        if adapter is None or not self._is_allowed(adapter, tenant):
+            rest = ", and the adapters that GET /v1/models lists" if self._served else ""
+            shown = name[:_SHOWN_CHARS]
+            raise ModelNotFound(f"model {shown!r} is not served here; {self._model_name!r} is{rest}", param="model")
+        return adapter
+
+    def available(self, tenant: str) -> list[Adapter]:
+        """Return the adapters that a tenant may use, by name."""
+        self._catch_up()
+        return sorted((one for one in self._served.values() if self._is_allowed(one, tenant)), key=lambda one: one.name)
+
+    def resolve(self, path: str) -> Path:
+        """Return the directory that a client may load an adapter from, with its links resolved; a relative path is one
+        below the folder. Raises NotAllowed without a folder, or for a path outside of it.
+        """
+        if self.folder is None:
+            raise NotAllowed("adapters can be loaded only where model.adapter_folder is set")
+        try:
+            folder, found = self.folder.resolve(), (self.folder / path).resolve()
+        except (OSError, ValueError, RuntimeError):
+            raise InvalidRequest("lora_path: not a path", param="lora_path") from None
+        if not found.is_relative_to(folder) or found == folder:
+            raise NotAllowed("lora_path must lead below model.adapter_folder, after resolving links", param="lora_path")
+        return found
+
+    def check_new(self, name: str, *, replaces: bool) -> None:
+        """Check that an adapter may be added under a name. Raises InvalidRequest."""
+        self._catch_up()
+        if name == self._model_name:
+            raise InvalidRequest(f"lora_name: {name!r} is the served model", param="lora_name")
+        if name in self._served and not replaces:
+            raise InvalidRequest(
+                f"lora_name: {name[:_SHOWN_CHARS]!r} is loaded already; unload it first, or send load_inplace",
+                param="lora_name",
+            )
+        if name not in self._changes and len(self._changes) >= MAX_ADAPTER_CHANGES:
+            self._forget_old()
+            if len(self._changes) >= MAX_ADAPTER_CHANGES:
+                most = f"at most {MAX_ADAPTER_CHANGES} adapters beside those of model.adapters"
+                raise InvalidRequest(f"lora_name: {most}; unload others first", param="lora_name")
+
+    def add(self, adapter: Adapter, *, replaces: bool = False) -> None:
+        """Serve an adapter from now on, here and at the other routers. Raises as `check_new`."""
+        self.check_new(adapter.name, replaces=replaces)
+        self._change(adapter.name, adapter)
+
+    def remove(self, name: str) -> None:
+        """Serve no adapter under a name any more; requests under way continue. Raises ModelNotFound."""
+        self._catch_up()
+        if name not in self._served:
+            raise ModelNotFound(f"lora_name: no adapter {name[:_SHOWN_CHARS]!r} is loaded", param="lora_name")
+        self._change(name, None)
+
+    @property
+    def changes(self) -> tuple[AdapterChange, ...]:
+        """All changes since the cluster's start that this router knows, for other routers."""
+        self._catch_up()
+        return tuple(self._changes.values())
+
+    def merge(self, changes: Iterable[AdapterChange]) -> None:
+        """Merge changes that other routers know; processes that share the ports see them from now on."""
+        if (news := self._merged(changes)) and self.store is not None:
+            self.store.write(news)
+
+    def _catch_up(self) -> None:
+        if self.store is not None and (changes := self.store.read()):
+            self._merged(changes)
+
+    def _change(self, name: str, adapter: Adapter | None) -> None:
+        before, now_ms = self._changes.get(name), int(self._wall_clock() * 1e3)
+        version = now_ms if before is None else max(now_ms, before.version + 1)
+        self.merge([AdapterChange(name=name, version=version, adapter=adapter)])
+
+    def _merged(self, changes: Iterable[AdapterChange]) -> list[AdapterChange]:
+        """Merge changes and return those that are news here."""
+        news = []
+        for change in changes:
+            own = self._changes.get(change.name)
+            if change.name == self._model_name or (own is not None and own.order >= change.order):
+                continue
+            self._changes[change.name] = change
+            if change.adapter is None:
+                self._served.pop(change.name, None)
+            else:
+                self._served[change.name] = change.adapter
+            news.append(change)
+        return news
+
+    def _forget_old(self) -> None:
+        """Forget names that were unloaded long ago, except those that the configuration has."""
+        since_ms = int(self._wall_clock() * 1e3) - _REMEMBERED_MS
+        self._changes = {
+            name: change
+            for name, change in self._changes.items()
+            if change.adapter is not None or change.version > since_ms or name in self._configured
+        }
+
+    def _is_allowed(self, adapter: Adapter, tenant: str) -> bool:
+        return self._may_use is None or self._may_use(tenant, adapter.name)

@@ -1,0 +1,133 @@
+"""Where adapters are resident, and that requests go there unless the queue costs more than a load."""
+
+from random import Random
+
+import pytest
+
+from router.placement.adapter_holders import AdapterHolders
+from router.placement.costs import CostModel
+from router.placement.placer import Assignment, Placer
+from router.types.worker_view import WorkerLoad, WorkerSnapshot
+from router.workers.prefix_map import PrefixMap
+from router.workers.registry import WorkerRegistry
+from tandem.protocol.session_versions import ADAPTERS_SINCE
+from tests.support.router.adapters import MEBIBYTE, adapter_of
+from tests.support.router.worker_views import port, view_of, worker
+
+RATE = 100.0 * MEBIBYTE
+SQL = adapter_of("sql", num_bytes=20 * MEBIBYTE)
+
+
+def _holding(name: str, *digests: str, **fields: int) -> WorkerSnapshot:
+    load = WorkerLoad(num_free_blocks=1000, resident_adapters=frozenset(digests))
+    return worker(name, load=load, **fields)
+
+
+class _World:
+    """A Placer over live workers, on a clock of its own."""
+
+    def __init__(self, *workers: WorkerSnapshot) -> None:
+        self.now_s = 0.0
+        self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: self.now_s)
+        for one in workers:
+            self.registry.joined(one.info, port())
+            self.report(one)
+        model = CostModel(adapter_bytes_per_s=RATE)
+        self.placer = Placer(registry=self.registry, model=model, rng=Random(1), clock=lambda: self.now_s)
+
+    def report(self, one: WorkerSnapshot) -> None:
+        self.registry.load_changed(one.info.key, one.load)
+
+    def assign(self, adapter: object = SQL, num_tokens: int = 40) -> Assignment:
+        return self.placer.assign(num_tokens=num_tokens, names=(), adapter=adapter)  # type: ignore[arg-type]
+
+    def decode(self, adapter: object = SQL, num_tokens: int = 40) -> str:
+        return self.assign(adapter, num_tokens).decode.worker_id
+
+
+def test_holders_resident_or_expected_workers_load_nothing() -> None:
+    holders = AdapterHolders(bytes_per_s=RATE)
+    workers = [_holding("d0", SQL.digest), _holding("d1"), _holding("p0", "other")]
+    view = view_of(workers)
+    assert holders.load_ms(SQL, view, 0.0) == pytest.approx([0.0, 200.0, 200.0])
+    holders.sent(SQL, workers[1].info.key, 0.0)
+    assert holders.load_ms(SQL, view, 1.0) == pytest.approx([0.0, 0.0, 200.0])
+    assert holders.load_ms(adapter_of("sql", version=2), view, 1.0)[1] > 0.0
+    # By now a report shows it, unless it has been dropped again.
+    assert holders.load_ms(SQL, view, 10.0) == pytest.approx([0.0, 200.0, 200.0])
+
+
+def test_holders_with_many_expectations_forget_those_that_are_over() -> None:
+    holders, key = AdapterHolders(bytes_per_s=RATE), worker("d0").info.key
+    for number in range(5000):
+        holders.sent(adapter_of(f"a{number}"), key, float(number))
+    assert len(holders._expected_until_s) <= 1025
+
+
+def test_placement_request_goes_where_its_adapter_is_resident() -> None:
+    world = _World(*(_holding(f"d{i}", *([SQL.digest] if i == 2 else [])) for i in range(4)))
+    assert {world.decode() for _ in range(4)} == {"d2"}
+    assert len({world.decode(None) for _ in range(30)}) > 1, "others are spread"
+
+
+def test_placement_resident_worker_with_a_dear_queue_is_passed_over() -> None:
+    """20 MiB take 200 ms to load; a token takes 1 ms to compute."""
+
+    def busy(backlog: int) -> WorkerSnapshot:
+        load = WorkerLoad(
+            num_free_blocks=1000,
+            backlog_tokens=backlog,
+            prefill_tokens_per_s=1000.0,
+            resident_adapters=frozenset([SQL.digest]),
+        )
+        return worker("d0", load=load)
+
+    idle = worker("d1", load=WorkerLoad(num_free_blocks=1000, prefill_tokens_per_s=1000.0))
+    assert _World(busy(150), idle).decode() == "d0"
+    assert _World(busy(300), idle).decode() == "d1"
+
+
+def test_placement_first_requests_for_an_adapter_make_one_worker_load_it() -> None:
+    world = _World(*(_holding(f"d{i}") for i in range(4)))
+    first = world.decode()
+    assert {world.decode() for _ in range(5)} == {first}
+    # Reported by now, or never: elsewhere it costs no more any longer.
+    world.now_s += 60.0
+    world.report(_holding("d3", SQL.digest))
+    assert world.decode() == "d3"
+
+
+def test_placement_prefill_worker_with_the_adapter_is_chosen_also_after_a_failure() -> None:
+    prefills = [_holding(f"p{i}", *([SQL.digest] if i == 1 else [])) for i in range(3)]
+    world = _World(worker("d0"), *prefills)
+    assignment = world.assign(num_tokens=900)
+    assert assignment.computing.worker_id == "p1"
+    again = world.placer.reassign_prefill(assignment, frozenset([assignment.computing]))
+    assert again is not None
+    second = world.assign(num_tokens=900)
+    world.placer.release(second)
+    world.now_s += 0.1
+    world.registry.penalise(prefills[1].info.key, 60.0)
+    assert world.assign(num_tokens=900).computing == again.info.key, "it loads it for the one before"
+
+
+@pytest.mark.parametrize("num_workers", [2, 12], ids=["one_by_one", "by_columns"])
+def test_placement_older_workers_get_no_request_with_an_adapter(num_workers: int) -> None:
+    old = [worker(f"{role}{i}", version=ADAPTERS_SINCE - 1) for role in "dp" for i in range(num_workers)]
+    world = _World(*old, worker("d-new"), worker("p-new"))
+    for _ in range(10):
+        assignment = world.assign(num_tokens=900)
+        assert (assignment.decode.worker_id, assignment.computing.worker_id) == ("d-new", "p-new")
+        world.placer.release(assignment)
+    rerouted = world.placer.reassign_prefill(assignment, frozenset([assignment.computing]))
+    assert rerouted is None, "the decode worker computes it rather than an older prefill worker"
+    assert len({world.decode(None) for _ in range(60)}) > 1
+
+
+def test_placement_costs_of_the_adapter_are_explained() -> None:
+    world = _World(_holding("d0", SQL.digest), _holding("d1"))
+    placement = world.assign().placement
+    assert [(one.key.worker_id, one.adapter_ms) for one in placement.decode_candidates] == [
+        ("d0", 0.0),
+        ("d1", pytest.approx(200.0)),
+    ]
