@@ -41,6 +41,7 @@ from router.fleet.readiness import ReadinessCheck
 from router.fleet.shadow_scoring import SHADOW_SALT, ShadowScoring
 from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcServer, build_server
+from router.host_peers.adapters import AdapterFile
 from router.host_peers.exchange import HostPeerExchange
 from router.host_peers.named_caches import NamedCacheExchange
 from router.host_peers.rate_limits import RateLimitFile
@@ -117,7 +118,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         metrics.registry.register(frontend.prompts)
-        frontend.adapters = await _served_adapters(config, model.name, limits.limiter)
+        frontend.adapters = await _served_adapters(config, place, model.name, limits.limiter, cluster_state)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
@@ -231,19 +232,31 @@ def _collect_seldom() -> None:
     gc.set_threshold(*_COLLECT_AFTER)
 
 
-async def _served_adapters(config: ClusterConfig, model_name: str, limiter: RateLimiter) -> ServedAdapters:
-    """Identify the configured adapters. Raises ConfigError for one whose files are missing or malformed."""
+async def _served_adapters(
+    config: ClusterConfig,
+    place: RouterPlace,
+    model_name: str,
+    limiter: RateLimiter,
+    cluster_state: RouterClusterState | None,
+) -> ServedAdapters:
+    """Identify the configured adapters, and share what is loaded later. Raises ConfigError for one whose files are
+    missing or malformed."""
 
     def read() -> list[Adapter]:
         return [read_adapter(name, Path(path).absolute()) for name, path in config.model.adapters.items()]
 
     folder = config.model.adapter_folder
-    return ServedAdapters(
+    served = ServedAdapters(
         model_name,
         await asyncio.to_thread(read),
         folder=None if folder is None else Path(folder),
         may_use=lambda tenant, name: matches(limiter.limits_for(tenant).adapters, name),
     )
+    if place.shared_folder is not None:
+        served.store = AdapterFile(place.shared_folder)
+    if cluster_state is not None:
+        cluster_state.share_adapters(served)
+    return served
 
 
 def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:

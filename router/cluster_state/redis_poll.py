@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from router.admission.shared_rate_limits import SharedRateLimits
+from router.api.adapters import ServedAdapters
 from router.cluster_state.redis_log_follower import ClusterStateCounts
 from router.cluster_state.worker_directory import MAX_ADDRESSES, RedisDirectory
 from router.workers.log_positions import LogPositions
@@ -19,6 +20,7 @@ from tandem.cluster_state.entries import (
     LOAD_BYTES,
     MAX_HEARD,
     SMALL_BYTES,
+    AdapterChange,
     BadEntry,
     ClusterStateCodec,
     Notice,
@@ -35,8 +37,9 @@ _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 _T = TypeVar("_T")
-_Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
-"""Published state of a router: its load at each worker, its use by each tenant, and the other routers it sees."""
+_Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...], tuple[AdapterChange, ...]]
+"""Published state of a router: its load at each worker, its use by each tenant, the other routers it sees, and changes
+of adapters."""
 
 
 class EntryReader:
@@ -153,8 +156,14 @@ class LoadExchange:
         self._sequence = 0
         self._others: tuple[Incarnation, ...] = ()
         self._spoilt = False
+        self._adapters = ServedAdapters("")
         self.is_published = False
         """Whether Redis accepts the load that this router publishes."""
+
+    def share_adapters(self, adapters: ServedAdapters) -> None:
+        """Publish the changes of adapters from now on, and merge those of other routers."""
+        adapters.merge(self._adapters.changes)
+        self._adapters = adapters
 
     async def turn(self, in_flight: tuple[Share, ...], now_s: float) -> bool:
         """Write our load if it changed or its lease is due, and read the others'; return whether those changed.
@@ -162,7 +171,7 @@ class LoadExchange:
         Raises RedisDown.
         """
         keys, codec, others = self._keys, self._reader.codec, self._others
-        content = (in_flight, self._limits.tallies(), others)
+        content = (in_flight, self._limits.tallies(), others, self._adapters.changes)
         must_write = self._spoilt or content != self._told or now_s >= self._renew_s
         writing = self._writing(content) if must_write else []
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
@@ -190,6 +199,7 @@ class LoadExchange:
         is_news = self._peers.update(load, now_s)
         if is_news:
             self._limits.apply_remote(load.router, load.tallies)
+            self._adapters.merge(load.adapters)
         return is_news
 
     async def leave(self) -> None:
@@ -199,8 +209,15 @@ class LoadExchange:
 
     def _writing(self, content: _Content) -> list[Command]:
         self._sequence += 1
-        shares, tallies, hears = content
-        load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies, hears=hears)
+        shares, tallies, hears, changes = content
+        load = RouterLoad(
+            router=self._router,
+            sequence=self._sequence,
+            shares=shares,
+            tallies=tallies,
+            hears=hears,
+            adapters=changes,
+        )
         wall_ms, routers = int(self._wall_clock() * 1e3), self._keys.routers
         sealed = self._reader.codec.seal_load(load)
         # The others register themselves again before their leases end.

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from router.admission.shared_rate_limits import SharedRateLimits
+from router.api.adapters import ServedAdapters
 from router.cluster_state.redis_log_follower import CacheLogFollower, ClusterStateCounts
 from router.cluster_state.redis_poll import EntryReader, LoadExchange, RegistryPoll
 from router.cluster_state.worker_directory import KnownAddresses, RedisDirectory
@@ -98,6 +99,10 @@ class RouterClusterState:
                 await self._exchange.leave()
         await self._logs.close()
         await self._poll.close()
+
+    def share_adapters(self, adapters: ServedAdapters) -> None:
+        """Exchange the changes of adapters with the other routers, too."""
+        self._exchange.share_adapters(adapters)
 
     @property
     def links(self) -> tuple[LinkHealth, ...]:

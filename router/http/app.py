@@ -14,6 +14,7 @@ from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService
 from router.api.relevance import RelevanceScorer
 from router.api.request.client_request import ModelInfo
+from router.http.admin.adapters import AdapterRoutes
 from router.http.admin.debug import DecisionRoutes, PinRoutes
 from router.http.admin.operations import OperatorRoutes, ReadinessSource, UsageRoutes, installed_version
 from router.http.admin.profiles import ProfileRoutes
@@ -135,6 +136,7 @@ def _routers(
         EmbeddingRoutes(frontend, embedder, metrics).router(clients),
         RelevanceRoutes(frontend, RelevanceScorer(frontend, context.generator, embedder), metrics).router(clients),
         TextRoutes(frontend).router(clients),
+        AdapterRoutes(frontend).router(clients),
         UsageRoutes(metrics.usage).router(clients),
     ]
     if frontend.kept is not None:

@@ -1,0 +1,99 @@
+"""Shares the adapters that are loaded and unloaded among the router processes of one host, in a file.
+
+The file has every change since the processes were started. A process looks whether it has changed whenever a request
+names an adapter, so that a client's next request finds what the last one loaded, whichever process serves it.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tandem.adapter_files import Adapter
+from tandem.cluster_state.entries import AdapterChange
+
+
+class _Line(msgspec.Struct):
+    """One change as the file has it."""
+
+    name: str
+    version: int
+    path: str | None
+    digest: str = ""
+    num_bytes: int = 0
+
+
+_LINES = msgspec.json.Decoder(list[_Line])
+
+
+class AdapterFile:
+    """A `router.api.adapters.AdapterStore` in a folder that only the processes' user can enter."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "adapters.json"
+        self._lock = folder / "adapters.lock"
+        self._seen: tuple[int, int, int] | None = None
+
+    def read(self) -> tuple[AdapterChange, ...]:
+        """Return all changes if any was made since the last call. Raises OSError."""
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return ()
+        mark = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if mark == self._seen:
+            return ()
+        changes = self._load()
+        self._seen = mark
+        return changes
+
+    def write(self, changes: Iterable[AdapterChange]) -> None:
+        """Merge changes into the file. Raises OSError."""
+        with self._locked():
+            merged = {change.name: change for change in self._load()}
+            for change in changes:
+                own = merged.get(change.name)
+                if own is None or own.order < change.order:
+                    merged[change.name] = change
+            content = msgspec.json.encode(list(map(_line, merged.values())))
+            new = self._path.with_suffix(".new")
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(content)
+            new.replace(self._path)
+
+    def _load(self) -> tuple[AdapterChange, ...]:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return ()
+        return tuple(map(_change, _LINES.decode(content)))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from writing, for as long as it takes to write a small file."""
+        with open(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _line(change: AdapterChange) -> _Line:
+    adapter = change.adapter
+    if adapter is None:
+        return _Line(name=change.name, version=change.version, path=None)
+    return _Line(
+        name=change.name,
+        version=change.version,
+        path=str(adapter.path),
+        digest=adapter.digest,
+        num_bytes=adapter.num_bytes,
+    )
+
+
+def _change(line: _Line) -> AdapterChange:
+    if line.path is None:
+        return AdapterChange(name=line.name, version=line.version, adapter=None)
+    adapter = Adapter(name=line.name, path=Path(line.path), digest=line.digest, num_bytes=line.num_bytes)
+    return AdapterChange(name=line.name, version=line.version, adapter=adapter)

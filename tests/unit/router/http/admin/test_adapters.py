@@ -1,0 +1,121 @@
+"""Adapters that are loaded and unloaded over HTTP while the router runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from router.api.adapters import ServedAdapters
+from router.host_peers.adapters import AdapterFile
+from router.http.admin.adapters import MAX_ADAPTER_PATH_BYTES
+from router.text.tokenizer import Tokenizer
+from tandem.config.admission import ApiKey
+from tandem.config.cluster import RouterConfig
+from tests.support.router.adapters import adapter_of
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import CHAT, HELLO, client_of, error_of
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+OPERATOR, TENANT = {"Authorization": "Bearer operator"}, {"Authorization": "Bearer tenant"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return fakes.make_tokenizer()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("sql", "legal"):
+        write_adapter(tmp_path / name, name.encode())
+    return tmp_path
+
+
+def write_adapter(path: Path, weights: bytes) -> None:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (path / "adapter_model.safetensors").write_bytes(weights)
+
+
+def serve(tokenizer: Tokenizer, folder: Path | None, config: RouterConfig | None = None) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, config)
+    parts.frontend.adapters = ServedAdapters(fakes.MODEL, folder=folder)
+    return parts
+
+
+async def test_adapter_loaded_is_served_until_it_is_unloaded(tokenizer: Tokenizer, folder: Path) -> None:
+    parts = serve(tokenizer, folder)
+    async with client_of(parts) as client:
+        assert (await client.post(CHAT, json={**HELLO, "model": "sql"})).status_code == 404
+        loaded = await client.post(LOAD, json={"lora_name": "sql", "lora_path": str(folder / "sql")})
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+        parts.say("hello")
+        assert (await client.post(CHAT, json={**HELLO, "model": "sql"})).json()["model"] == "sql"
+        again = await client.post(LOAD, json={"lora_name": "sql", "lora_path": "legal"})
+        assert (again.status_code, error_of(again)["param"]) == (400, "lora_name")
+        before = parts.frontend.adapters.get("sql", "").digest
+        inplace = {"lora_name": "sql", "lora_path": "legal", "load_inplace": True}
+        assert (await client.post(LOAD, json=inplace)).status_code == 200
+        assert parts.frontend.adapters.get("sql", "").digest != before
+        unloaded = await client.post(UNLOAD, json={"lora_name": "sql"})
+        assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+        assert (await client.post(CHAT, json={**HELLO, "model": "sql"})).status_code == 404
+        assert (await client.post(UNLOAD, json={"lora_name": "sql"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"lora_name": "sql"}, 400),
+        ({"lora_path": "sql"}, 400),
+        ({"lora_name": "s q l", "lora_path": "sql"}, 400),
+        ({"lora_name": "tiny", "lora_path": "sql"}, 400),
+        ({"lora_name": "sql", "lora_path": "none"}, 400),
+        ({"lora_name": "sql", "lora_path": "../sql"}, 403),
+        ({"lora_name": "sql", "lora_path": "/etc"}, 403),
+        ({"lora_name": "sql", "lora_path": "x" * (MAX_ADAPTER_PATH_BYTES + 1)}, 400),
+    ],
+)
+async def test_adapter_that_cannot_be_loaded_is_refused(
+    tokenizer: Tokenizer, folder: Path, body: dict[str, str], status: int
+) -> None:
+    parts = serve(tokenizer, folder)
+    async with client_of(parts) as client:
+        answer = await client.post(LOAD, json=body)
+        assert (answer.status_code, error_of(answer)["param"] in ("lora_name", "lora_path")) == (status, True)
+    assert len(parts.frontend.adapters) == 0
+
+
+async def test_adapter_without_a_folder_is_refused(tokenizer: Tokenizer, folder: Path) -> None:
+    async with client_of(serve(tokenizer, None)) as client:
+        answer = await client.post(LOAD, json={"lora_name": "sql", "lora_path": str(folder / "sql")})
+        assert answer.status_code == 403
+        assert "model.adapter_folder" in error_of(answer)["message"]
+
+
+async def test_adapter_is_loaded_by_operators_only(tokenizer: Tokenizer, folder: Path) -> None:
+    keys = [ApiKey(key="operator", operator=True), ApiKey(key="tenant")]  # type: ignore[arg-type]
+    parts = serve(tokenizer, folder, RouterConfig(max_body_bytes=1 << 20, api_keys=tuple(keys)))
+    body = {"lora_name": "sql", "lora_path": "sql"}
+    async with client_of(parts) as client:
+        for path in (LOAD, UNLOAD):
+            assert (await client.post(path, json=body)).status_code == 401
+            assert (await client.post(path, json=body, headers=TENANT)).status_code == 403
+        assert (await client.post(LOAD, json=body, headers=OPERATOR)).status_code == 200
+
+
+def test_adapter_file_processes_that_share_it_see_each_others_changes(tokenizer: Tokenizer, folder: Path) -> None:
+    shared = folder / "shared"
+    shared.mkdir()
+    one, other = (serve(tokenizer, folder).frontend.adapters for _ in range(2))
+    for served in (one, other):
+        served.store = AdapterFile(shared)
+    one.add(adapter_of("sql"))
+    assert other.get("sql", "") == adapter_of("sql")
+    other.add(adapter_of("legal"))
+    other.remove("sql")
+    assert [adapter.name for adapter in one.available("")] == ["legal"]
+    late = ServedAdapters(fakes.MODEL, [adapter_of("sql")])
+    late.store = AdapterFile(shared)
+    assert [adapter.name for adapter in late.available("")] == ["legal"]
+    assert {path.stat().st_mode & 0o777 for path in shared.iterdir()} == {0o600}
