@@ -49,6 +49,7 @@ from router.http.admin.profiles import ProfileRoutes
 from router.http.app import OptionalRoutes, create_app
 from router.http.server.connection_limits import ConnectionLimits, connection_bounds, raise_file_limit
 from router.http.server.http_server import HttpServer
+from router.metrics.adapters import AdapterMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
@@ -117,8 +118,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
         gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
-        metrics.registry.register(frontend.prompts)
         frontend.adapters = await _served_adapters(config, place, model.name, limits.limiter, cluster_state)
+        _measure(metrics, frontend, dispatcher)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
@@ -224,6 +225,11 @@ def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, 
     frontend.kept = kept
     frontend.grammars = grammars = _grammars(config, frontend.model)
     stack.push_async_callback(grammars.close)
+
+
+def _measure(metrics: RouterMetrics, frontend: Frontend, dispatcher: Dispatcher) -> None:
+    metrics.registry.register(frontend.prompts)
+    metrics.registry.register(AdapterMetrics(dispatcher.adapters, metrics.slices.adapters, frontend.adapters))
 
 
 def _collect_seldom() -> None:

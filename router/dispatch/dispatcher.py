@@ -11,6 +11,7 @@ from random import Random
 
 from msgspec.structs import replace
 
+from router.dispatch.adapter_use import AdapterUse
 from router.dispatch.admission_queue import AdmissionQueue, AdmittedRequest, CountedSink
 from router.dispatch.beam_run import BeamRun
 from router.dispatch.choices.context import DispatchContext, DispatchSettings
@@ -70,6 +71,7 @@ class Dispatcher:
         self.on_answer: Callable[[RoutedRequest, Sequence[int]], None] | None = None
         """Called with the tokens of the first choice when a client's request has ended well, unless it was continued
         from another connection."""
+        self.adapters = AdapterUse()
         self.num_inflight = 0
         """Requests that have begun and not ended: zero when a drain is complete."""
         self._ended = asyncio.Event()
@@ -166,8 +168,10 @@ class Dispatcher:
     def _turn(self, request: RoutedRequest) -> contextlib.AbstractAsyncContextManager[AdmittedRequest | None]:
         """Return the context in which the request has its turn. Probes skip the queue."""
         if self.queue is None or request.only_worker is not None:
-            return contextlib.nullcontext()
-        return self.queue.turn(request)
+            turn: contextlib.AbstractAsyncContextManager[AdmittedRequest | None] = contextlib.nullcontext()
+        else:
+            turn = self.queue.turn(request)
+        return turn if request.adapter is None else self.adapters.counted(request.adapter.name, turn)
 
     def _count_in(self, request: RoutedRequest) -> None:
         """Count the request in flight. Raises Unavailable when it has crashed workers before."""

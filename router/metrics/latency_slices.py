@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from prometheus_client.registry import CollectorRegistry
 
+from router.metrics.adapters import AdapterLabels
 from router.metrics.instruments import LabelledCounter, LabelledHistogram
 from router.metrics.tenants import TenantLabels
 from router.types.requests import ChoiceFinish, RoutedRequest
@@ -35,6 +36,8 @@ class RequestTraits(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     max_tokens: int = 1
     operation: str = "text_completion"
+    adapter: str | None = None
+    """Name of the LoRA adapter; None: the model itself."""
 
     @classmethod
     def from_request(cls, request: RoutedRequest) -> "RequestTraits":
@@ -47,6 +50,7 @@ class RequestTraits(Struct, frozen=True, kw_only=True):
             tenant=request.tenant,
             max_tokens=sampling.max_tokens,
             operation=request.operation,
+            adapter=None if request.adapter is None else request.adapter.name,
         )
 
 
@@ -88,6 +92,16 @@ class SliceMetrics:
         self._tenant = LabelledHistogram(
             "tandem_tenant_ttft_seconds", "Time to first token by tenant", _TENANT, ("tenant",)
         )
+        self.adapters = AdapterLabels()
+        self._adapter_ttft = LabelledHistogram(
+            "tandem_adapter_ttft_seconds", "Time to first token by LoRA adapter", _TENANT, ("adapter",)
+        )
+        self._adapter_time = LabelledHistogram(
+            "tandem_adapter_request_seconds",
+            "Time from arrival to the last token, by LoRA adapter",
+            _SECONDS,
+            ("adapter",),
+        )
         sources = (_COMPUTED, *CachedTokens._fields)
         self._sources = LabelledCounter(
             "tandem_prompt_tokens_by_source",
@@ -101,7 +115,10 @@ class SliceMetrics:
             ("finished_reason",),
             known=[(reason.value,) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
         )
-        for collector in (self._phases, self._ttft, self._tpot, self._tenant, self._sources, self._structured):
+        by_adapter = (self._adapter_ttft, self._adapter_time)
+        for collector in (
+            self._phases, self._ttft, self._tpot, self._tenant, self._sources, self._structured, *by_adapter
+        ):  # fmt: skip
             registry.register(collector)
 
     def ended(
@@ -110,6 +127,10 @@ class SliceMetrics:
         """Observe a request that began and has ended; `num_tokens`: of its longest choice."""
         ttft_s = times.first_s - times.arrived_s
         self._tenant.observe(ttft_s, self._tenants.label_for(traits.tenant))
+        if traits.adapter is not None:
+            label = self.adapters.label_for(traits.adapter)
+            self._adapter_ttft.observe(ttft_s, label)
+            self._adapter_time.observe(times.last_s - times.arrived_s, label)
         self._split(times, finishes)
         if not finishes:
             return

@@ -25,6 +25,7 @@ _ADDED_GAUGES = frozenset(
     {
         "vllm:num_requests_waiting",
         "vllm:num_requests_running",
+        "tandem_adapter_requests",
         "tandem_queue_requests",
         "tandem_queue_tokens",
         "tandem_refused_choices",

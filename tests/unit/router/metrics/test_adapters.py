@@ -1,0 +1,78 @@
+"""Requests by adapter, in metrics and where they are counted."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.dispatch.adapter_use import AdapterUse
+from router.metrics.adapters import MAX_NAMES, OTHER, AdapterLabels, AdapterMetrics
+from router.metrics.latency_slices import FirstTokens, RequestTraits, SliceMetrics
+from router.metrics.merge import merge
+from router.metrics.tenants import TenantLabels
+
+
+def _exposition(use: AdapterUse, num_served: int) -> str:
+    registry = CollectorRegistry()
+    registry.register(AdapterMetrics(use, AdapterLabels(), [None] * num_served, lambda: 1000.0))
+    return generate_latest(registry).decode()
+
+
+async def test_use_request_waits_then_runs_then_is_gone() -> None:
+    use, seen = AdapterUse(), []
+
+    @asynccontextmanager
+    async def turn(*, fails: bool = False) -> AsyncIterator[int]:
+        seen.append((dict(use.waiting), dict(use.running)))
+        if fails:
+            raise ValueError("no turn")
+        yield 7
+
+    async with use.counted("sql", turn()) as visit:
+        assert visit == 7
+        seen.append((dict(use.waiting), dict(use.running)))
+    assert seen == [({"sql": 1}, {}), ({}, {"sql": 1})]
+    with pytest.raises(ValueError, match="no turn"):
+        async with use.counted("sql", turn(fails=True)):
+            raise AssertionError
+    with pytest.raises(KeyError):
+        async with use.counted("sql", turn()):
+            raise KeyError
+    assert (dict(use.waiting), dict(use.running)) == ({}, {})
+
+
+def test_metrics_running_and_waiting_adapters_are_labels_as_in_vllm() -> None:
+    use = AdapterUse()
+    use.running.update({"sql": 3, "legal": 1})
+    use.waiting["sql"] = 2
+    text = _exposition(use, 5)
+    labels = 'max_lora="5",running_lora_adapters="legal,sql",waiting_lora_adapters="sql"'
+    assert f"vllm:lora_requests_info{{{labels}}} 1000.0" in text
+    assert 'tandem_adapter_requests{adapter="sql",state="running"} 3.0' in text
+    assert 'tandem_adapter_requests{adapter="sql",state="waiting"} 2.0' in text
+    merged = merge([text.encode(), text.encode()]).decode()
+    assert 'tandem_adapter_requests{adapter="legal",state="running"} 2.0' in merged
+    assert f"vllm:lora_requests_info{{{labels}}} 1000.0" in merged
+
+
+def test_metrics_without_adapters_have_no_series() -> None:
+    assert "lora" not in _exposition(AdapterUse(), 0)
+
+
+def test_metrics_of_many_adapters_share_a_label() -> None:
+    labels = AdapterLabels()
+    assert [labels.label_for(f"a{number}") for number in range(MAX_NAMES + 2)][-2:] == [OTHER, OTHER]
+    assert labels.label_for("a0") == "a0"
+
+
+def test_slices_time_to_first_token_is_observed_by_adapter() -> None:
+    registry = CollectorRegistry()
+    slices = SliceMetrics(registry, TenantLabels())
+    times = FirstTokens(arrived_s=1.0, prepared_s=1.0, first_s=1.2, last_s=3.0)
+    for adapter in (None, "sql"):
+        slices.ended(RequestTraits(prompt_tokens=5, adapter=adapter), times, [], 5)
+    text = generate_latest(registry).decode()
+    assert 'tandem_adapter_ttft_seconds_count{adapter="sql"} 1.0' in text
+    assert 'tandem_adapter_request_seconds_bucket{adapter="sql",le="1.0"} 0.0' in text
+    assert text.count("tandem_adapter_ttft_seconds_count") == 1
