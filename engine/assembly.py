@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.adapters.store import AdapterStore
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.distributed.ranks.leader import open_ranks
@@ -62,6 +63,8 @@ _MOST_STEPS_UNDER_WAY = 2
 """One is launched while the one before it runs."""
 _SHORTEST_TOKENS = 2
 """A prompt of one token, and its answer."""
+_ADAPTER_SHARE = 16
+"""Part of the limit that adapters take by default: one of so many."""
 _RANK_TIMEOUT_S = 60.0
 """A rank that computes for this long while others wait for it counts as frozen."""
 
@@ -89,6 +92,8 @@ class EngineParts:
     """See `engine.stall`."""
     guides: Guides | None = None
     """Makes the guides of answers that follow a grammar."""
+    adapters: AdapterStore | None = None
+    """The adapters that requests may name, where any are allowed."""
     pooling_head: PoolingHead | None = None
     """What follows the pooling of an embedding model or the last state of a classifier, if anything does."""
     gpus: tuple[int, ...] = ()
@@ -119,6 +124,7 @@ class EngineParts:
             "block_size": self.budget.block_size,
             "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,
             "grammar_bytes": self.budget.grammar_bytes,
+            **({} if self.adapters is None else {"adapter_bytes": self.budget.adapter_bytes * self.layout.tp_size}),
             "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
             "tensor_parallel_size": self.layout.tp_size,
@@ -150,6 +156,8 @@ def assemble(
     meanwhile.
     """
     device = _device(spec.device, spec.ranks_here)
+    if spec.takes_adapters and device.type == "cuda":
+        raise ConfigError("model.adapters and model.adapter_folder: workers on GPUs do not take adapters yet")
     num_threads = threads_per_process(spec.num_threads, spec.num_workers_here)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
@@ -163,6 +171,7 @@ def assemble(
         quantization=resolve_quantization(spec.quantization, config),
         kv_dtype=spec.kv_dtype,
         deterministic=spec.deterministic,
+        takes_adapters=spec.takes_adapters,
         num_threads=num_threads,
         # Only when alone: otherwise every worker would bind its threads to the same first processors.
         binds_threads=num_threads > 1 and spec.num_workers_here == 1,
@@ -273,6 +282,7 @@ def _parts(
         gpus=spec.gpus or tuple(range(spec.ranks_here)),
         gpu_sharers=spec.gpu_sharers,
         guides=_guides(spec, config, limit_bytes),
+        adapters=_adapters(spec, config, model, ranks, budget),
         pooling_head=load_pooling_head(spec.model_path, config.hidden_size),
     )
 
@@ -303,6 +313,30 @@ def _largest_context(spec: EngineSpec, context: int, windows: WindowSpec | None)
             f" takes {windows.num_blocks(needed)} blocks"
         )
     return min(context, most)
+
+
+def _adapters(
+    spec: EngineSpec, config: ModelSpec, model: Decoder, ranks: Ranks, budget: MemoryBudget
+) -> AdapterStore | None:
+    if model.adapters is None:
+        return None
+    return AdapterStore(
+        config,
+        model.adapters,
+        ranks,
+        dtype=spec.dtype,
+        capacity_bytes=budget.adapter_bytes,
+        max_rank=spec.max_adapter_rank,
+    )
+
+
+def _adapter_bytes(spec: EngineSpec, limit_bytes: int) -> int:
+    """Memory of one rank for adapters."""
+    if not spec.takes_adapters:
+        return 0
+    if spec.adapter_bytes is None:
+        return limit_bytes // _ADAPTER_SHARE
+    return spec.adapter_bytes // spec.tensor_parallel_size
 
 
 def _guides(spec: EngineSpec, config: ModelSpec, limit_bytes: int) -> LlGuides:
@@ -340,7 +374,9 @@ def _budget(
     is_host = model.device.type == "cpu"
     offload_bytes = num_host_slots * layout.block_bytes if is_host else 0
     grammar_bytes = grammar_cache_bytes(limit_bytes) if is_host else 0
-    rest = max(0, limit_bytes - weights_bytes - offload_bytes - grammar_bytes) // layout.block_bytes
+    adapter_bytes = _adapter_bytes(spec, limit_bytes)
+    taken_bytes = weights_bytes + offload_bytes + grammar_bytes + adapter_bytes
+    rest = max(0, limit_bytes - taken_bytes) // layout.block_bytes
     workspace_bytes = _workspace_bytes(model, layout, spec, context, min(rest, max_blocks or rest), ranks)
     plan = partial(
         plan_memory,
@@ -352,6 +388,7 @@ def _budget(
         windows=windows,
         offload_bytes=offload_bytes,
         grammar_bytes=grammar_bytes,
+        adapter_bytes=adapter_bytes,
     )
     if spec.nodes is not None and model.device.type == "cpu" and not ranks.region_links:
         # This node holds every node's part of the pool; see engine.distributed.ranks.mirror.
@@ -376,6 +413,8 @@ def _scheduler(
     # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
     arithmetic = _arithmetic(resolve_quantization(spec.quantization, runner.model.config), runner.model.num_kept)
     computed_by = (spec.dtype, arithmetic, spec.kernels, str(spec.deterministic), runner.model.device.type)
+    if spec.takes_adapters:
+        computed_by += ("gates rounded before they are multiplied",)
     disk = open_disk(_tier_sizes(spec), mover, cache_identity(layout, secret=spec.secret, computed_by=computed_by))
     scheduler = Scheduler(
         config,

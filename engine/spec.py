@@ -55,6 +55,9 @@ class EngineSpec:
     """Workers that share one of these GPUs' memory, this one included."""
     speculation: SpeculationConfig | None = None
     """None: no speculation."""
+    takes_adapters: bool = False
+    adapter_bytes: int | None = None
+    max_adapter_rank: int = 64
     nodes: NodeGroup | None = None
     """Ranks on other machines and how they connect; None when all ranks are on this machine."""
 

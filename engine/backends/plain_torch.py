@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.adapters.kernels import AdapterKernels, TorchAdapters
 from engine.backends.thread_priority import lower_thread_priority
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.backend import Projection, ProjectionRole, RecordableModel
@@ -12,7 +13,7 @@ from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, as_tens
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
 from engine.model.layers.grouped_attention import attention_of_groups
-from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
+from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, StackedGate, TokenEmbedding
 from engine.model.layers.mixture import Expert, ExpertRouter, GroupedMixture
 from engine.model.layers.norm import LayerNorm, PassThrough, RMSNorm, TorchRowNorm
 from engine.model.layers.torch_attention import TorchAttention
@@ -46,9 +47,16 @@ class TorchBackend:
     keeps_stored = False
     quantizes_to = None
 
-    def __init__(self, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        takes_adapters: bool = False,
+    ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
+        self._takes_adapters = takes_adapters
 
     def keeps(self, matrix: StoredMatrix) -> bool:
         return False
@@ -59,8 +67,14 @@ class TorchBackend:
     def closing(self, weight: Weight, bias: Tensor | None, role: ProjectionRole) -> DeferredProjection:
         return DeferredProjection(self.projection(weight, bias, role))
 
+    def adapters(self) -> AdapterKernels | None:
+        return TorchAdapters(self.device) if self._takes_adapters else None
+
     def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> GatedLinear:
         return GatedLinear(as_tensor(weight), bias, activation)
+
+    def gate(self, stacked: Projection, activation: Activation, size: int) -> StackedGate:
+        return StackedGate(stacked, activation)
 
     def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> GroupedMixture:
         experts = [

@@ -40,7 +40,7 @@ def select_backend(options: BackendOptions) -> Backend:
             raise ConfigError(f"engine.{name} needs compiled kernels, and there are none: {reason}")
     if options.kernels != "torch":
         _log.warning("compiled kernels are unavailable, using plain torch: %s", reason)
-    return TorchBackend(device=options.device, dtype=TORCH_DTYPES[options.dtype])
+    return TorchBackend(device=options.device, dtype=TORCH_DTYPES[options.dtype], takes_adapters=options.takes_adapters)
 
 
 def _check_dtype(options: BackendOptions) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.adapters.kernels import AdapterKernels
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
@@ -28,6 +29,8 @@ class ProjectionRole(Enum):
     QKV = "qkv"
     OUTPUT = "output"
     DOWN = "down"
+    STACKED = "stacked"
+    """Gates and what they open, before both are multiplied."""
 
 
 class Projection(Protocol):
@@ -195,11 +198,21 @@ class Backend(Protocol):
         """Make a projection as above, whose product is added to the residual stream."""
         ...
 
+    def adapters(self) -> AdapterKernels | None:
+        """Make what adds adapters to projections; None where the options ask for none."""
+        ...
+
     def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
         """Make `activation(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many
         columns.
 
         Only for the projection in the role DOWN: the result's rows may have a layout that only it understands.
+        """
+        ...
+
+    def gate(self, stacked: Projection, activation: Activation, size: int) -> Projection:
+        """Do as `gated`, with the product of a projection that this backend has made in the role STACKED; `size`:
+        columns of the result.
         """
         ...
 

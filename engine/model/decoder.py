@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.adapters.kernels import AdapterKernels
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection
 from engine.model.layers.attention import AttentionPlan, AttentionSpec
 from engine.model.layers.norm import HeadNorm
@@ -67,14 +68,16 @@ class Decoder:
         fingerprint: str,
         group: ParallelGroup,
         num_kept: int = 0,
+        adapters: AdapterKernels | None = None,
     ) -> None:
         """`group`: the ranks that share the model; each has a decoder with its part of the weights. `num_kept`:
-        matrices that are multiplied as a quantized checkpoint stores them.
+        matrices that are multiplied as a quantized checkpoint stores them. `adapters`: add to its projections, if any.
         """
         self.config = config
         self.backend = backend
         self.fingerprint = fingerprint
         self.num_kept = num_kept
+        self.adapters = adapters
         self._group = group
         self.embedding = weights.embedding
         self.layers = tuple(weights.layers)
@@ -176,6 +179,8 @@ class Decoder:
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
                 if layer.mlp_norm is None:
                     normed = layer.attention_norm(residual)  # whose rows only projections may select
+                if self.adapters is not None:
+                    self.adapters.narrow()
             delta = layer.output(attended, residual)
             # After the sum over the ranks: each has computed this layer's keys and values.
             if on_layers is not None and index < last:

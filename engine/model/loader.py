@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.adapters.layers import AdaptedClosing, AdaptedProjection
+from engine.adapters.packing import site_number
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoints.on_load import WeightScheme
 from engine.model.checkpoints.sources import TensorSource, open_source
@@ -100,6 +102,7 @@ class _Loader:
         self._backend = backend
         self._group = group
         self._progress = progress
+        self._adapters = backend.adapters()
         self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
         self._kept_names: set[str] = set()
@@ -124,6 +127,7 @@ class _Loader:
             fingerprint=fingerprint,
             group=self._group,
             num_kept=len(self._kept_names),
+            adapters=self._adapters,
         )
 
     def _embedding_and_head(self) -> tuple[Embedding, Projection]:
@@ -186,8 +190,18 @@ class _Loader:
         norm_key = key + "mlp_output_norm"
         if spec.moe is not None:
             return None, self._closed(self._mixture(key, spec.moe), norm_key)
-        gate_up = self._backend.gated(*self._matrix(key + "gate_up"), spec.activation)
-        return gate_up, self._closing(key + "down", norm_key, ProjectionRole.DOWN)
+        return self._gate_up(key + "gate_up", spec), self._closing(key + "down", norm_key, ProjectionRole.DOWN)
+
+    def _gate_up(self, key: str, spec: LayerSpec) -> Projection:
+        weight, bias = self._matrix(key)
+        if self._adapters is None:
+            return self._backend.gated(weight, bias, spec.activation)
+        # Adapters add to gates and what they open before these are multiplied.
+        stacked = self._adapted(key, self._backend.projection(weight, bias, ProjectionRole.STACKED))
+        return self._backend.gate(stacked, spec.activation, weight.shape[0] // 2)
+
+    def _adapted(self, key: str, projection: Projection) -> Projection:
+        return projection if self._adapters is None else AdaptedProjection(projection, self._adapters, _site(key))
 
     def _mixture(self, key: str, moe: MoeSpec) -> Projection:
         matrices = (
@@ -199,6 +213,7 @@ class _Loader:
 
     def _qkv(self, key: str, spec: LayerSpec) -> Projection:
         projection = self._backend.projection(*self._matrix(key + "qkv"), ProjectionRole.QKV)
+        projection = self._adapted(key + "qkv", projection)
         if spec.qk_norm is None or spec.qk_norm is QKNorm.HEAD:
             return projection
         local = self._shard.config
@@ -213,8 +228,9 @@ class _Loader:
     def _closing(self, key: str, norm_key: str, role: ProjectionRole) -> Closing:
         weight, bias = self._matrix(key)
         if self._group.size == 1 and norm_key + ".weight" not in self._table:
-            return self._backend.closing(weight, bias, role)
-        return self._closed(self._backend.projection(weight, bias, role), norm_key)
+            closing = self._backend.closing(weight, bias, role)
+            return closing if self._adapters is None else AdaptedClosing(closing, self._adapters, _site(key))
+        return self._closed(self._adapted(key, self._backend.projection(weight, bias, role)), norm_key)
 
     def _closed(self, part: Projection, norm_key: str) -> Closing:
         """End a block by this rank's part of a projection, summed over the ranks, and normed where the model does."""
@@ -381,6 +397,12 @@ class _Loader:
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device)
+
+
+def _site(key: str) -> int:
+    """Number of a projection, `layers.3.qkv`, for adapters."""
+    _, layer, name = key.split(".")
+    return site_number(int(layer), name)
 
 
 def _restored(part: StoredPart, stored: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class MemoryBudget:
     """Memory for the KV of preempted requests and evicted blocks, where it counts toward this limit."""
     grammar_bytes: int = 0
     """Memory for compiled grammars, where it counts toward this limit."""
+    adapter_bytes: int = 0
+    """Memory for adapters."""
     longest_tokens: int | None = None
     """Longest sequence that the pool holds, where windowed layers have blocks of their own; None: all tokens."""
 
@@ -57,6 +59,7 @@ class MemoryBudget:
             tokens = f"one sequence of {self.longest_tokens} tokens, or more shorter ones"
         offload = (f"offload    {_size(self.offload_bytes)}",) if self.offload_bytes else ()
         grammars = (f"grammars   {_size(self.grammar_bytes)}",) if self.grammar_bytes else ()
+        adapters = (f"adapters   {_size(self.adapter_bytes)}",) if self.adapter_bytes else ()
         return (
             f"memory     {_size(self.limit_bytes)}",
             f"weights    {_size(self.weights_bytes)}",
@@ -64,6 +67,7 @@ class MemoryBudget:
             f"headroom   {_size(self.headroom_bytes)}",
             *offload,
             *grammars,
+            *adapters,
             f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens}",
         )
 
@@ -78,16 +82,19 @@ def plan_memory(
     max_blocks: int | None = None,
     offload_bytes: int = 0,
     grammar_bytes: int = 0,
+    adapter_bytes: int = 0,
     windows: WindowSpec | None = None,
 ) -> MemoryBudget:
     """Divide `limit_bytes`. `max_blocks` bounds the pool where the rest would hold more than is wanted.
 
-    `offload_bytes`, `grammar_bytes`: parts of the limit for offloaded KV and for compiled grammars. `windows`: how
+    `offload_bytes`, `grammar_bytes`, `adapter_bytes`: parts of the limit for offloaded KV, compiled grammars and
+    adapters. `windows`: how
     windowed layers are held that are kept apart.
     Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
     """
     headroom_bytes = int(limit_bytes * _HEADROOM_SHARE)
     rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes - grammar_bytes
+    rest -= adapter_bytes
     num_blocks = max(0, rest) // layout.block_bytes
     if max_blocks is not None:
         num_blocks = min(num_blocks, max_blocks)
@@ -101,6 +108,7 @@ def plan_memory(
         num_blocks=num_blocks,
         offload_bytes=offload_bytes,
         grammar_bytes=grammar_bytes,
+        adapter_bytes=adapter_bytes,
         longest_tokens=None if windows is None else windows.max_tokens(num_blocks),
     )
     needed = -(-max_context // layout.block_size) if windows is None else windows.num_blocks(max_context)
@@ -136,7 +144,7 @@ def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_
 
     `pool_bytes`: size of the KV pool on this machine; `num_ranks`: the worker's ranks on this machine.
     """
-    needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes)
+    needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes + budget.adapter_bytes)
     if needed > free_bytes:
         raise ConfigError(
             f"engine.memory_bytes is {memory_bytes}: besides the weights this worker needs {needed} bytes "

@@ -131,6 +131,7 @@ class ModelRunner:
         """Last hidden states of the `wanted` rows, or of all in order, `[num_rows, hidden_size]`. Fills the cache
         as well.
         """
+        self._begin_adapters(inputs, wanted)
         with self._staging.step():
             rows = None if wanted is None else self._staging.upload(wanted)
             return self.model.forward(self._token_ids(inputs), self._attention.plan(inputs), rows)
@@ -144,6 +145,7 @@ class ModelRunner:
             return self._compute_and_score(inputs, on_layers)
         wanted = inputs.sample_rows
         samples_all = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
+        self._begin_adapters(inputs, None if samples_all else wanted)
         rows = None if samples_all else self._staging.upload(wanted)
         token_ids = self._token_ids(inputs)
         if self.graphs is not None and len(wanted):
@@ -158,11 +160,16 @@ class ModelRunner:
     ) -> tuple[Tensor | None, RowScores]:
         num_samples = len(inputs.sample_rows)
         wanted = np.concatenate((inputs.sample_rows, inputs.scores[:, 0], inputs.pooled[:, 0]))
+        self._begin_adapters(inputs, wanted)
         plan = self._attention.plan(inputs)
         hidden = self.model.forward(self._token_ids(inputs), plan, self._staging.upload(wanted), on_layers)
         scores = score_rows(self.model, hidden[num_samples:], inputs, self._staging)
         # Last: logits hold until the next ones are made.
         return (self.model.logits(hidden[:num_samples]) if num_samples else None), scores
+
+    def _begin_adapters(self, inputs: StepInputs, wanted: IntArray | None) -> None:
+        if self.model.adapters is not None:
+            self.model.adapters.begin(inputs.adapter_slots, wanted)
 
     def _token_ids(self, inputs: StepInputs) -> Tensor:
         """Token ids of every row, int64 `[num_rows]`; ids not known to the host come from the previous step's

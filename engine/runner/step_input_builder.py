@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.types.block_table import BlockTable
 from engine.types.request import Batch, BatchItem, Request
-from engine.types.step_inputs import IntArray, StepInputs, no_moves, no_pooling, no_slots, no_tables
+from engine.types.step_inputs import IntArray, StepInputs, no_adapters, no_moves, no_pooling, no_slots, no_tables
 from engine.types.windows import WindowTable
 from tandem.errors import InvariantError
 
@@ -85,6 +85,7 @@ class StepInputBuilder:
             scores=scores,
             pooled=pooled,
             num_top=num_top,
+            adapter_slots=_adapter_slots(ordered, sequence),
             window_tables=window_tables,
             window_slots=window_slots,
         )
@@ -212,6 +213,11 @@ def _rows_to_score(items: Sequence[BatchItem], first_rows: list[int]) -> tuple[I
             scores += [(first + position - start, request.token_ids[position + 1]) for position in rows]
             num_top = max(num_top, scoring.num_top)
     return _pairs(scores), np.array(pooled, dtype=np.int64).reshape(-1, 3), num_top
+
+
+def _adapter_slots(requests: Sequence[Request], sequence: IntArray) -> IntArray:
+    slots = [request.adapter_slot for request in requests]
+    return no_adapters() if max(slots) < 0 else np.array(slots, dtype=np.int64)[sequence]
 
 
 def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:

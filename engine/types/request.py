@@ -85,6 +85,8 @@ class Request:
     params: SamplingParams
     hash_root: BlockHash
     """Parent of the first block's hash: model, adapter and tenant salt."""
+    adapter_slot: int = -1
+    """Slot of the request's adapter, which holds it from before the request comes until its last step; -1: none."""
     choice_index: int = 0
     arrival_s: float = 0.0
     priority: int = 0

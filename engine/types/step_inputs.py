@@ -30,6 +30,11 @@ def no_slots() -> IntArray:
     return np.empty((0, 0), dtype=np.int64)
 
 
+def no_adapters() -> IntArray:
+    """Slots of no row, `[0]`."""
+    return np.empty(0, dtype=np.int64)
+
+
 def no_pooling() -> IntArray:
     """An empty array of rows to pool, `[0, 3]`."""
     return np.empty((0, 3), dtype=np.int64)
@@ -64,6 +69,8 @@ class StepInputs:
     # factor in the vector's sum; 0: the vector is the rows' maximum
     num_top: int = 0
     """Most likely tokens to report for each scored row."""
+    adapter_slots: IntArray = field(default_factory=no_adapters)  # [num_rows], slot of each row's adapter, -1 for
+    # none; [0] where no row has one
     window_tables: IntArray = field(default_factory=no_tables)  # [num_window_groups, num_seqs, max_blocks], as
     # `tables`, for layers that are kept apart; entries before a sequence's window name no block of it
     window_slots: IntArray = field(default_factory=no_slots)  # [num_window_groups, num_rows], as `slots`

@@ -10,13 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.adapters.kernels import AdapterKernels
 from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.code_attention import CpuCodeAttention
-from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, GeluGated, RoutedExperts
+from engine.backends.cpu.family_parts import CappedHead, CompiledInputNorm, RoutedExperts, StackedGated
 from engine.backends.cpu.programs import CpuPrograms
 from engine.backends.options import BackendOptions
 from engine.backends.thread_priority import lower_thread_priority
+from engine.kernels.cpu.adapters import CpuAdapters
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.gemm import (
@@ -183,6 +185,7 @@ class CpuBackend:
         self._threads = options.num_threads
         self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
+        self._takes_adapters = options.takes_adapters
         has_tiles = best_arithmetic(library.features, self.dtype) is Arithmetic.BF16
         keeps = options.quantization == "stored" or (options.quantization == "auto" and not has_tiles)
         self.keeps_stored = keeps and self.dtype is torch.bfloat16
@@ -226,22 +229,26 @@ class CpuBackend:
         taken = self._input_tiles(weight, role)
         return AddedProjection(self._pack_layer(weight, bias, Epilogue.ADD, taken))
 
+    def adapters(self) -> AdapterKernels | None:
+        if not self._takes_adapters:
+            return None
+        return CpuAdapters(self._library, self.dtype, num_threads=self._threads)
+
     def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
-        given = self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
         if activation is Activation.GELU_TANH:
-            taken = self._tiles(weight.shape[1], Tiles.INPUT)
-            stacked = self._pack_layer(weight, bias, Epilogue.STORE, taken)
-            projection = BufferedProjection(stacked, self._buffers, "stacked")
-            return GeluGated(
-                projection,
-                self._activations,
-                self._buffers,
-                gives_tiles=bool(given),
-                padding=_row_padding(stacked.out_dtype),
-            )
+            return self.gate(self.projection(weight, bias, ProjectionRole.STACKED), activation, weight.shape[0] // 2)
+        given = self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
         handed = self._tiles(weight.shape[1], Tiles.INPUT) | given
         linear = self._pack_layer(weight, bias, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
+
+    def gate(self, stacked: Projection, activation: Activation, size: int) -> Projection:
+        if activation is not Activation.GELU_TANH:
+            return StackedGated(stacked, self._kernels.silu_mul, self._buffers)
+        kernels = self._activations
+        to_tiles = kernels.gelu_mul_to_tiles if self._tiles(size, Tiles.OUTPUT) else None
+        padding = _row_padding(self.dtype)
+        return StackedGated(stacked, kernels.gelu_mul, self._buffers, gate_to_tiles=to_tiles, padding=padding)
 
     def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> Projection:
         """See Backend. The choice of experts is not quantized."""
@@ -367,8 +374,11 @@ class CpuBackend:
         return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
-        """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, all matrices in bf16; else none."""
+        """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, all matrices in bf16, and nothing else
+        that reads the rows; else none.
+        """
         can = self._arithmetic is Arithmetic.BF16 and not self.keeps_stored and self.quantizes_to is None
+        can = can and not self._takes_adapters
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
 

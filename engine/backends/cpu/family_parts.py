@@ -1,4 +1,6 @@
-"""Parts of the CPU backend that only some model families have: other norms, GELU's gate, experts, capped logits."""
+"""Parts of the CPU backend that only some models have: other norms, gates apart, experts, capped logits."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,25 +43,27 @@ class CompiledInputNorm:
         return out
 
 
-class GeluGated:
-    """GELU's gate on the result of a stacked projection."""
+class StackedGated:
+    """A gate on the result of a stacked projection."""
 
-    __slots__ = ("_activations", "_buffers", "_gives_tiles", "_padding", "_projection")
+    __slots__ = ("_buffers", "_gate", "_gate_to_tiles", "_padding", "_projection")
 
     def __init__(
         self,
         projection: Projection,
-        activations: CpuActivations,
+        gate: Callable[[Tensor, Tensor], None],
         buffers: Buffers,
         *,
-        gives_tiles: bool,
-        padding: int,
+        gate_to_tiles: Callable[[Tensor, Tensor], None] | None = None,
+        padding: int = 0,
     ) -> None:
-        """`gives_tiles`: with many rows, write tiles, which the following projection reads; `padding`: of rows."""
+        """`gate` writes the gated values of its first argument to the second. `gate_to_tiles`: does it with many rows,
+        as tiles, which the following projection reads; `padding`: of rows.
+        """
         self._projection = projection
-        self._activations = activations
+        self._gate = gate
+        self._gate_to_tiles = gate_to_tiles
         self._buffers = buffers
-        self._gives_tiles = gives_tiles
         self._padding = padding
 
     @property
@@ -70,9 +74,8 @@ class GeluGated:
         stacked = self._projection(x)
         rows, inner = stacked.shape[0], stacked.shape[1] // 2
         out = self._buffers.rows("gated", whole_tiles(rows), inner, stacked.dtype, padding=self._padding)[:rows]
-        to_tiles = self._gives_tiles and rows > FEW_ROWS
-        gate = self._activations.gelu_mul_to_tiles if to_tiles else self._activations.gelu_mul
-        gate(stacked, out)
+        to_tiles = None if rows <= FEW_ROWS else self._gate_to_tiles
+        (to_tiles or self._gate)(stacked, out)
         return out
 
 

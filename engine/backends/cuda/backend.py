@@ -24,7 +24,7 @@ from engine.model.backend import Projection, ProjectionRole, RecordableModel, St
 from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.composed import SoftCappedHead
-from engine.model.layers.linear import TokenEmbedding
+from engine.model.layers.linear import StackedGate, TokenEmbedding
 from engine.model.layers.mixture import Expert, GroupedMixture
 from engine.model.layers.norm import LayerNorm, PassThrough, TorchRowNorm
 from engine.model.spec import Activation, MoeSpec, NormKind, NormSpec
@@ -108,6 +108,12 @@ class CudaBackend:
     def gated(self, weight: Weight, bias: Tensor | None, activation: Activation = Activation.SILU) -> CudaGated:
         product = self._product(weight, bits=self._bits, is_gated=activation is Activation.SILU)
         return CudaGated(product, bias, self.dtype, activation)
+
+    def adapters(self) -> None:
+        """Return None: recorded steps have no place for adapters yet."""
+
+    def gate(self, stacked: Projection, activation: Activation, size: int) -> StackedGate:
+        return StackedGate(stacked, activation)
 
     def mixture(self, moe: MoeSpec, router: Tensor, matrices: Iterator[Weight]) -> GroupedMixture:
         """See Backend. One expert after the other, and the host waits for the choice: it serves, without kernels."""

@@ -66,6 +66,8 @@ class ChannelKind(IntEnum):
     """-> ids of blocks whose content rank 0 needs."""
     BLOCKS = 19
     """<- content of these blocks."""
+    ADAPTER = 20
+    """-> what a slot for adapters holds from now on; see engine.adapters.packing."""
 
 
 class RankChannel:

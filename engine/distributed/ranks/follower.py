@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from engine.adapters.packing import decode_adapter
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.distributed.links.channel import ChannelKind, RankChannel
@@ -201,6 +202,8 @@ class _Follower:
                     planes = self._planes()
                     blocks, _ = decode_blocks(payload, num_blocks=planes.shape[1])
                     self._channel.send(ChannelKind.BLOCKS, read_blocks(planes, blocks))
+                case ChannelKind.ADAPTER:
+                    self._hold_adapter(payload)
                 case _:
                     raise RankLost(f"rank 0 sent {kind.name}")
 
@@ -208,6 +211,15 @@ class _Follower:
         if self._runner is None:
             raise RankLost("rank 0 sent a step before a pool")
         self._runner.compute(decode_step(payload))
+
+    def _hold_adapter(self, payload: memoryview) -> None:
+        if (adapters := self._model.adapters) is None:
+            raise RankLost("rank 0 sent an adapter to a model that takes none")
+        slot, adapter = decode_adapter(payload)
+        if adapter is None:
+            adapters.drop(slot)
+        else:
+            adapters.put(slot, adapter)
 
     def _planes(self) -> Planes:
         """Bytes of the pool, which rank 0 mirrors; they must be in host memory."""

@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from engine.adapters.packing import RankAdapter, encode_adapter
 from engine.distributed.links.channel import ChannelKind
 from engine.distributed.links.heartbeat import START_S
 from engine.distributed.links.lost import RankLost
@@ -109,6 +110,12 @@ class Leader:
         if memory is not None and (elsewhere := self._channels.elsewhere):
             self._mirror = Mirror(elsewhere, plan, memory.buffer)
         self._channels.set_timeout(self._timeout_s)
+
+    def hold_adapter(self, slot: int, parts: Sequence[RankAdapter] | None) -> None:
+        def of_rank(rank: int) -> bytes:
+            return encode_adapter(slot, None if parts is None else parts[rank])
+
+        self._channels.send_each(ChannelKind.ADAPTER, of_rank, fd=None)
 
     def announce(self, inputs: StepInputs) -> None:
         if self._mirror is not None:

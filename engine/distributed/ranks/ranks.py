@@ -1,10 +1,11 @@
 """The other ranks of a worker as rank 0 sees them, from the first process to the last step."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.adapters.packing import RankAdapter
 from engine.distributed.links.lost import RankLost
 from engine.distributed.ranks.messages import PoolMemory, RankFacts
 from engine.distributed.ranks.mirror import Mirror
@@ -72,6 +73,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def hold_adapter(self, slot: int, parts: Sequence[RankAdapter] | None) -> None:
+        """Make every other rank hold its part of an adapter in a slot; None: nothing."""
+        ...
+
     def announce(self, inputs: StepInputs) -> None:
         """Make every rank compute this step."""
         ...
@@ -104,6 +109,8 @@ class SoloRanks:
     def use_pool(
         self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
     ) -> None: ...
+
+    def hold_adapter(self, slot: int, parts: Sequence[RankAdapter] | None) -> None: ...
 
     def announce(self, inputs: StepInputs) -> None: ...
 

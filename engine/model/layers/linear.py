@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.model.backend import Projection
 from engine.model.spec import Activation
 
 
@@ -37,6 +38,24 @@ class GatedLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         """Project `[num_rows, in_features]` to `[num_rows, out_features / 2]`."""
         return gate_values(F.linear(x, self.weight, self.bias), self._activation)
+
+
+class StackedGate:
+    """`activation(gate) * up` of the result of a projection, gates first."""
+
+    __slots__ = ("_activation", "_projection")
+
+    def __init__(self, projection: Projection, activation: Activation) -> None:
+        self._projection = projection
+        self._activation = activation
+
+    @property
+    def nbytes(self) -> int:
+        return self._projection.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Project `[num_rows, in_features]` to `[num_rows, out_features / 2]`."""
+        return gate_values(self._projection(x), self._activation)
 
 
 def gate_values(stacked: Tensor, activation: Activation) -> Tensor:

@@ -69,7 +69,8 @@ constexpr Signature kSignatures[] = {
     {"pippiifi", Call<Pointer, Int, Pointer, Pointer, Int, Int, Real, Int>::invoke},   // norm
     {"pipppiifi", Call<Pointer, Int, Pointer, Pointer, Pointer, Int, Int, Real, Int>::invoke},  // addition and norm
     {"ppippf", Call<Pointer, Pointer, Int, Pointer, Pointer, Real>::invoke},           // rotation and write
-    {"ppippi", Call<Pointer, Pointer, Int, Pointer, Pointer, Int>::invoke},            // other norms
+    {"ppippi", Call<Pointer, Pointer, Int, Pointer, Pointer, Int>::invoke},            // other norms, adapters
+    {"ppiii", Call<Pointer, Pointer, Int, Int, Int>::invoke},                          // silu's gate
     {"ppii", Call<Pointer, Pointer, Int, Int>::invoke},                                // norms in place
     {"pipiiii", Call<Pointer, Int, Pointer, Int, Int, Int, Int>::invoke},              // gelu's gate
     {"pifi", Call<Pointer, Int, Real, Int>::invoke},                                   // soft caps

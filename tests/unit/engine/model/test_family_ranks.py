@@ -11,33 +11,7 @@ from torch import Tensor
 
 from tests.support.engine.families import FAMILY_CASES, FamilyCase
 from tests.support.engine.paged_harness import Session, load_plain, random_tokens, reference_logits
-
-
-class ThreadRanks:
-    """Implements ParallelGroup for ranks that are threads of one process."""
-
-    def __init__(self, rank: int, shared: list[Tensor | None], meeting: Barrier) -> None:
-        self.rank, self.size = rank, len(shared)
-        self._shared = shared
-        self._meeting = meeting
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        parts = self._exchange(tensor)
-        return tensor.copy_(sum(parts[1:], start=parts[0]))
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = self._exchange(tensor)
-        return parts if self.rank == 0 else []
-
-    def barrier(self) -> None:
-        self._meeting.wait()
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._shared[self.rank] = tensor.clone()
-        self._meeting.wait(timeout=60.0)
-        parts = [part for part in self._shared if part is not None]
-        self._meeting.wait(timeout=60.0)
-        return parts
+from tests.support.engine.thread_ranks import ThreadRanks
 
 
 @pytest.mark.parametrize("size", [2, 4])  # 4 ranks share 2 key-value heads
