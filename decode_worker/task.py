@@ -7,6 +7,7 @@ from enum import Enum
 
 from engine.types.request import Request
 from kv_transfer.session.peer import Route
+from tandem.adapter_files import Adapter
 from tandem.protocol.wire import logprobs_to_pb
 from tandem.telemetry.tracing import Span, TraceContext
 from tandem.v1 import common_pb2 as common
@@ -71,6 +72,8 @@ class DecodeTask:
     route: Route | None
     """The prefill worker that computes the prompt, the latest of several; None: the prompt is computed here."""
     transfer_id: TransferId | None
+    adapter: Adapter | None = None
+    """The LoRA adapter that the request names."""
     holder: PrefixHolder | None
     """A worker believed to hold more of the prompt than the worker that computes it."""
     arrived_s: float
@@ -97,8 +100,8 @@ class DecodeTask:
     fetched_tokens: int = 0
     """Tokens fetched from a peer before the prompt was queued here."""
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    when_done: Callable[[], None] | None = None
-    """Called once, when the task is removed from the index."""
+    when_done: list[Callable[[], None]] = field(default_factory=list)
+    """Called once each, when the task is removed from the index."""
     prediction: PredictionUse = NO_PREDICTION_USE
     """What has become of the request's prediction, up to the last token that was sent or is held."""
     sent_prediction: PredictionUse = NO_PREDICTION_USE

@@ -36,9 +36,8 @@ class TaskIndex:
         """End and remove a task; `error`: why it was refused."""
         task.phase = TaskPhase.DONE
         end_span(task, error)
-        if task.when_done is not None:
-            task.when_done()
-            task.when_done = None
+        while task.when_done:
+            task.when_done.pop()()
         self._by_order.pop((task.port, str(task.request_id), task.attempt), None)
         self._by_engine_id.pop(task.engine_id, None)
         if task.transfer_id is not None:

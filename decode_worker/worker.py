@@ -26,6 +26,7 @@ from engine.types.token_guide import unusable
 from kv_transfer.protocol.messages import PrefillJob
 from kv_transfer.session.peer import Route
 from tandem.errors import DeadlineExceeded, InternalError, ServingError, Unavailable
+from tandem.protocol.wire import adapter_from_pb
 from tandem.telemetry.logs import about
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
@@ -157,6 +158,7 @@ class DecodeWorker:
                 request=request,
                 route=route if self.handoffs.hub is not None else None,
                 transfer_id=transfer_id,
+                adapter=adapter_from_pb(submit.adapter) if submit.HasField("adapter") else None,
                 holder=holder_of(submit),
                 arrived_s=now_s,
                 sent=SentTokens(submit.generated_token_ids),
@@ -170,20 +172,23 @@ class DecodeWorker:
             refuse_order(port, submit.request_id, submit.attempt, error)
             return
         self._idle.clear()
+        # Wherever a task is removed, the end of its request is posted in the same turn, unless the engine has ended it.
+        task.when_done.append(lambda: self._host.release(request))
         if task.next_index:
             details = submit.request_id, submit.attempt, task.next_index
             _log.info("request %s: attempt %d continues here after %d tokens", *details, extra=about(task.request_id))
         if request.deadline_s is not None:
             timer = asyncio.get_running_loop().call_later(max(0.0, request.deadline_s - now_s), self._time_out, task)
-            task.when_done = timer.cancel  # otherwise it would keep the task's tokens alive until it fires
+            task.when_done.append(timer.cancel)  # otherwise it would keep the task's tokens alive until it fires
         self._spawn(self._begin(task))
 
     async def _begin(self, task: DecodeTask) -> None:
         if task.is_over:
             return
         try:
-            await self._host.guide(task.request)
+            await self._host.prepare(task.request, task.adapter)
             if task.is_over:
+                self._host.release(task.request)
                 return
             if task.route is None:
                 await self._queue(task)
@@ -229,6 +234,7 @@ class DecodeWorker:
             priority=task.request.priority,
             timeout_s=_time_left_s(task.request),
             tail_hash=self._tail_hash(task, token_ids),
+            adapter=task.adapter,
             holder=task.holder,
             trace=task.trace,
         )

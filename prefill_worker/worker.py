@@ -140,7 +140,15 @@ class PrefillWorker:
             deadline_s=None if job.timeout_s is None else now_s + job.timeout_s,
             prefill_only=True,
         )
-        await self._host.guide(request)
+        await self._host.prepare(request, job.adapter)
+        try:
+            await self._queue(job, request)
+        except BaseException:
+            self._host.release(request)
+            raise
+
+    async def _queue(self, job: PrefillJob, request: Request) -> None:
+        """Fetch what a peer has of the prompt, then give the request to the engine."""
         # The engine needs these names anyway; the OFFER's tail hash needs them now.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         task = PrefillTask(job=job, request=request)
@@ -167,7 +175,7 @@ class PrefillWorker:
 
     def release(self, transfer_id: TransferId) -> None:
         """Unpin the blocks, which nothing reads any more."""
-        self._tasks.pop(transfer_id, None)
+        task = self._tasks.pop(transfer_id, None)
         request_id = RequestId(transfer_id)
 
         def release_blocks(scheduler: Scheduler) -> None:
@@ -176,6 +184,8 @@ class PrefillWorker:
             scheduler.unpin_blocks(request_id)
 
         self._host.post(release_blocks)
+        if task is not None:
+            self._host.release(task.request)
 
     # Engine output
 
@@ -237,6 +247,7 @@ class PrefillWorker:
         if not progress.is_complete:
             hub.progress(transfer_id, progress.num_computed_tokens, task.blocks, windows=task.windows)
             return
+        self._host.release(task.request)  # no step needs its adapter any more: what remains is to send the blocks
         hub.finished(
             transfer_id,
             task.blocks,

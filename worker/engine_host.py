@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from engine.adapters.store import PackedAdapter
 from engine.assembly import EngineParts
 from engine.distributed.ranks.mirror import Mirror
 from engine.engine import Engine
@@ -26,12 +27,14 @@ from engine.types.request import Request
 from engine.types.runner import Runner
 from engine.types.step_output import LayersDone, Load, StepOutput
 from engine.types.token_guide import TokenGuide
-from tandem.errors import InvalidRequest, ServingError
+from tandem.adapter_files import Adapter
+from tandem.errors import Cancelled, DeadlineExceeded, InvalidRequest, ServingError
 from tandem.process.host_memory import resident_bytes
 from tandem.protocol.session_versions import MOST_LOAD_PERIOD_S
 from tandem.v1 import session_pb2 as pb
-from tandem.values.ids import BlockId
+from tandem.values.ids import BlockId, RequestId
 from tandem.values.prefix_pin import PinOrder, PinOutcome, PinResult
+from worker.adapters import WorkerAdapters
 from worker.session_port import EventSink
 from worker.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
 from worker.work_meter import WorkMeter
@@ -64,6 +67,9 @@ class EngineHost:
         self._loop = asyncio.get_running_loop()
         # One thread for all grammars, so that compiling them leaves the other cores to the engine.
         self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._adapters = self._worker_adapters(parts)
+        self._holds: dict[RequestId, asyncio.Future[int]] = {}
+        """Slots of the adapters that requests hold, or wait for."""
         self._stall_watch = StallWatch(stall_s=parts.stall_s, period_s=MOST_LOAD_PERIOD_S, now_s=time.monotonic())
         self._engine = Engine(
             scheduler=parts.scheduler,
@@ -97,6 +103,8 @@ class EngineHost:
     async def stop(self) -> None:
         """Stop after the current step, then end the disk's threads and the other ranks."""
         self._grammars.shutdown(wait=False, cancel_futures=True)
+        if self._adapters is not None:
+            await self._adapters.close()
         await asyncio.to_thread(self._engine.stop)
         tiers, disk = self.parts.scheduler.tiers, self.parts.disk
         if disk is not None and tiers is not None:
@@ -165,6 +173,55 @@ class EngineHost:
         self._read.set()
         self._read = asyncio.Event()
 
+    def _worker_adapters(self, parts: EngineParts) -> WorkerAdapters[PackedAdapter] | None:
+        if parts.adapters is None:
+            return None
+        return WorkerAdapters(
+            parts.adapters,
+            call=lambda change: self.call(lambda _: change()),
+            max_waiting=parts.config.max_waiting_requests,
+        )
+
+    async def prepare(self, request: Request, adapter: Adapter | None = None) -> None:
+        """Get everything that the request needs before the engine has it: its adapter, loaded if need be, its guide.
+
+        Whatever comes of the request, `release` has to follow. Raises ServingError: then nothing is held. A request
+        whose turn has not come when its time runs out raises DeadlineExceeded, one that is released meanwhile
+        Cancelled.
+        """
+        try:
+            if adapter is not None:
+                await self._hold(request, adapter)
+            await self.guide(request)
+        except BaseException:
+            self.release(request)
+            raise
+
+    def release(self, request: Request) -> None:
+        """Give up what was prepared for a request: the engine does not have it, or its end was posted already.
+
+        Repeated calls change nothing.
+        """
+        if (hold := self._holds.pop(request.request_id, None)) is None or self._adapters is None:
+            return
+        if not hold.cancel() and not hold.cancelled() and hold.exception() is None:
+            self._adapters.release(hold.result())
+
+    async def _hold(self, request: Request, adapter: Adapter) -> None:
+        if self._adapters is None:
+            raise InvalidRequest("this worker takes no adapters", param="model")
+        # The loop's clock is the one of deadlines.
+        hold = self._holds[request.request_id] = asyncio.ensure_future(self._adapters.hold(adapter))
+        try:
+            async with asyncio.timeout_at(request.deadline_s):
+                request.adapter_slot = await asyncio.shield(hold)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time ran out while it waited for its adapter") from None
+        except asyncio.CancelledError:
+            if hold.cancelled() and request.request_id not in self._holds:
+                raise Cancelled("the request ended while it waited for its adapter") from None
+            raise
+
     async def guide(self, request: Request) -> None:
         """Set the guide that the request's parameters require. Raises InvalidRequest; a grammar may take a second.
 
@@ -203,8 +260,11 @@ class EngineHost:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOAD_WAIT_S):
                 self._load = await self.call(lambda scheduler: scheduler.load())
+        adapters = self._adapters
         return load_to_pb(
             self._load,
+            resident_adapters=() if adapters is None else adapters.residents,
+            num_waiting_for_adapters=0 if adapters is None else adapters.num_waiting,
             prefill_tokens_per_s=self.rates.settled_prefill_tokens_per_s,
             decode_step_s=self.rates.settled_decode_step_s,
             kv_bytes_per_s=self.kv_bytes_per_s,

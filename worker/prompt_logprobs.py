@@ -18,8 +18,9 @@ from engine.types.prompt_logprobs import PromptPooling, PromptScoringState
 from engine.types.request import FinishReason, Request, SampledToken
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable
+from tandem.adapter_files import Adapter
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
-from tandem.protocol.wire import failure_to_pb, pooling_from_pb, times_to_pb
+from tandem.protocol.wire import adapter_from_pb, failure_to_pb, pooling_from_pb, times_to_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import HASH_BYTES
 from tandem.values.ids import BlockHash, RequestId
@@ -183,8 +184,19 @@ class PromptScoringOrders:
         )
         self._tasks[request.request_id] = self._by_order[task.order] = task
         self._idle.clear()
-        added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
+        if order.HasField("adapter"):
+            added = asyncio.ensure_future(self._add_with(task, adapter_from_pb(order.adapter)))
+        else:
+            added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
+
+    async def _add_with(self, task: _Task, adapter: Adapter) -> None:
+        """Queue a request once its adapter is here, unless it was abandoned meanwhile."""
+        await self._host.prepare(task.request, adapter)
+        if task.request.request_id in self._tasks:
+            await self._host.call(lambda scheduler: scheduler.add(task.request))
+        else:
+            self._host.release(task.request)
 
     def _scoring(self, order: pb.ScorePrompt) -> PromptScoringState | None:
         """None: continuations are wanted, which are sampled as ever."""
@@ -243,6 +255,7 @@ class PromptScoringOrders:
 
     def _remove(self, task: _Task) -> None:
         del self._tasks[task.request.request_id], self._by_order[task.order]
+        self._host.release(task.request)
         if not self._tasks:
             self._idle.set()
 

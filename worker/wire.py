@@ -45,10 +45,13 @@ def load_to_pb(
     kv_bytes_per_s: float,
     step_age_s: float = 0.0,
     work: pb.WorkReport | None = None,
+    resident_adapters: Sequence[str] = (),
+    num_waiting_for_adapters: int = 0,
 ) -> pb.LoadSnapshot:
+    """The load report. Requests that wait for their adapter are not the engine's yet, but wait all the same."""
     return pb.LoadSnapshot(
         num_running=load.num_running,
-        num_waiting=load.num_waiting + load.num_reservations,
+        num_waiting=load.num_waiting + load.num_reservations + num_waiting_for_adapters,
         num_reserved=load.num_reservations,
         backlog_tokens=load.num_backlog_tokens,
         num_free_blocks=max(0, load.num_blocks - load.num_used_blocks - load.num_promised_blocks),
@@ -61,6 +64,7 @@ def load_to_pb(
         cache_tiers=[pb.CacheTier(**asdict(counts)) for counts in load.tiers],
         pins=totals_to_pb(load.pins),
         work=work,
+        resident_adapters=resident_adapters,
     )
 
 

@@ -10,6 +10,7 @@ never in these messages.
 from dataclasses import dataclass
 
 from kv_transfer.layout.cell_range import CellRange
+from tandem.adapter_files import Adapter
 from tandem.errors import ServingError
 from tandem.protocol.version_negotiation import VersionRange
 from tandem.telemetry.tracing import TraceContext
@@ -76,6 +77,8 @@ class PrefillJob:
     """Names of the prefix's hash blocks; a fetch has these instead of tokens."""
     holder: PrefixHolder | None = None
     """Worker believed to hold more of the prefix than the prefill worker."""
+    adapter: Adapter | None = None
+    """LoRA adapter that the prompt is computed with. A fetch needs none: names of blocks stand for it, too."""
     trace: TraceContext | None = None
     """Trace context of the span that the work belongs to."""
 

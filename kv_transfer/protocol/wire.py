@@ -135,6 +135,7 @@ def _encode_prefill(body: Prefill) -> pb.Prefill:
         names=b"".join(job.names),
         holder=holder_to_pb(job.holder),
         trace=job.trace.to_text() if job.trace is not None else None,
+        adapter=wire.adapter_to_pb(job.adapter) if job.adapter is not None else None,
     )
     wire.fill_sampling(message.sampling, job.sampling)
     return message
@@ -261,6 +262,7 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         holder=_holder(message),
         # A malformed or oversized trace context is dropped: it is never a reason to refuse work.
         trace=context_from_text(message.trace) if message.HasField("trace") else None,
+        adapter=wire.adapter_from_pb(message.adapter) if message.HasField("adapter") else None,
     )
     return Prefill(job=job, lease_s=message.lease_s)
 

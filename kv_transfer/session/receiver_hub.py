@@ -203,6 +203,8 @@ class ReceiverHub:
             return
         if attempt.link.peer != attempt.machine.plan.peer:
             attempt.on_event(LinkLost(reason="the prefill worker has restarted"))
+        elif not attempt.link.can_carry(attempt.machine.plan.job):
+            attempt.on_event(PeerFaulted(reason="the prefill worker is too old for adapters"))
         elif attempt.machine.state in LIVE:
             attempt.start()
 

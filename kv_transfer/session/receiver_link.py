@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from kv_transfer.layout.lanes import lanes_between
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.protocol import wire
-from kv_transfer.protocol.messages import Body, HandoffEnvelope, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.protocol.messages import Body, HandoffEnvelope, Hello, PrefillJob, Reject, TransferKey, TransportOffer
 from kv_transfer.protocol.settings import TransferSettings
-from kv_transfer.protocol.versions import SPOKEN, handoff_dialect, spoken_with
+from kv_transfer.protocol.versions import ADAPTERS, SPOKEN, handoff_dialect, spoken_with
 from kv_transfer.protocol.wire import WireError
 from kv_transfer.session.link import LinkBroken, LinkOutbox, exchange_messages, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
@@ -84,6 +84,10 @@ class ReceiverLink:
     def transport(self) -> str:
         """The transport that the peer writes through; where lanes differ, all of them."""
         return joined_names(self.transports)
+
+    def can_carry(self, job: PrefillJob) -> bool:
+        """Whether the peer knows all that the job asks for; only while the link is up."""
+        return job.adapter is None or self._outbox.dialect.version >= ADAPTERS
 
     @property
     def pairings(self) -> tuple[Pairing, ...]:
