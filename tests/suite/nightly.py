@@ -51,8 +51,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "answers": (
         *_modules(
             "tests/e2e/answers",
-            *("cache_tiers", "clients", "fetching", "generation_config", "parity", "pinned_prompts", "pipelined"),
-            *("prompt_scores", "speculation", "structured", "tools", "walk"),
+            *("adapters", "cache_tiers", "clients", "fetching", "generation_config", "parity"),
+            *("pinned_prompts", "pipelined", "prompt_scores", "speculation", "structured", "tools", "walk"),
         ),
         "tests/e2e/models",
     ),
