@@ -15,9 +15,11 @@ from router.access.audit_file import AuditFile
 from router.access.watched_files import FileWatcher
 from router.api.prompts import PromptReader
 from router.cluster_state.redis_metrics import ClusterStateMetrics
+from router.dispatch.adapter_use import AdapterUse
 from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.probes import QualityProbe
 from router.fleet.shadow_scoring import ShadowScoring
+from router.metrics.adapters import AdapterLabels, AdapterMetrics
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics, LinkMetrics
@@ -99,6 +101,7 @@ def _router() -> Iterator[_Row]:
         AdmissionMetrics(idle, idle),
         HealthMetrics(idle, None, idle),
         LinkMetrics(PairTable(), idle),
+        AdapterMetrics(AdapterUse(), AdapterLabels(), ("an adapter",)),
         ClusterStateMetrics(idle),
     ):
         yield from _collected(collector.collect())

@@ -1,17 +1,21 @@
 """Entries in Redis survive a round trip, and nothing else is accepted as one."""
 
 import hmac
+from pathlib import Path
 from random import Random
 
 import pytest
 
+from tandem.adapter_files import Adapter
 from tandem.cluster_state.entries import (
+    MAX_ADAPTER_CHANGES,
     MAX_CHANGES,
     MAX_HEARD,
     MAX_SHARES,
     MAX_TALLIES,
     SMALL_BYTES,
     TAG_BYTES,
+    AdapterChange,
     BadEntry,
     Changes,
     ClusterStateCodec,
@@ -23,8 +27,10 @@ from tandem.cluster_state.entries import (
     TenantTally,
 )
 from tandem.v1 import cluster_state_pb2 as pb
+from tandem.v1 import common_pb2
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
+from tests.support.router.adapters import adapter_of
 
 SECRET = b"a secret of the cluster"
 CODEC = ClusterStateCodec(SECRET, "c")
@@ -145,6 +151,35 @@ def test_entry_malformed_or_too_large_is_refused() -> None:
     ):
         with pytest.raises(BadEntry, match=message):
             CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
+
+
+def test_load_with_changes_of_adapters_is_read_as_written() -> None:
+    changes = (
+        AdapterChange(name="team/sql", version=1_700_000_000_000, adapter=adapter_of("team/sql")),
+        AdapterChange(name="legal", version=1_700_000_000_001, adapter=None),
+    )
+    load = RouterLoad(router=LOAD.router, sequence=1, shares=(), adapters=changes)
+    assert CODEC.open_load(CODEC.seal_load(load), LOAD.router) == load
+    longest = Adapter(name="n" * 128, path=Path("/" + "p" * 1000), digest="0" * 64, num_bytes=1 << 40)
+    many = (AdapterChange(name=longest.name, version=1 << 62, adapter=longest),) * MAX_ADAPTER_CHANGES
+    sealed_load = CODEC.seal_load(RouterLoad(router=LOAD.router, sequence=1, shares=(), adapters=many))
+    assert len(CODEC.open_load(sealed_load, LOAD.router).adapters) == MAX_ADAPTER_CHANGES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pb.AdapterChange(name="", version=1),
+        pb.AdapterChange(name="s q l", version=1),
+        pb.AdapterChange(name="sql", version=1 << 63),
+        pb.AdapterChange(name="sql", version=1, adapter=common_pb2.Adapter(name="other", digest="0" * 64)),
+        pb.AdapterChange(name="sql", version=1, adapter=common_pb2.Adapter(name="sql", digest="0")),
+    ],
+)
+def test_load_with_an_impossible_adapter_is_refused(change: pb.AdapterChange) -> None:
+    message = pb.RouterLoad(router=99, adapters=[change])
+    with pytest.raises(BadEntry):
+        CODEC.open_load(sealed(b"load", message.SerializeToString()), Incarnation(99))
 
 
 def test_entry_is_cut_to_its_limits() -> None:
