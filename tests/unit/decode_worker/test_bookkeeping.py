@@ -68,7 +68,7 @@ def test_task_index_finds_task_by_every_name_until_removed() -> None:
     one = task(port, "r", transfer=A)
     same_name_elsewhere = task(other, "r")
     ended = []
-    one.when_done = lambda: ended.append(True)
+    one.when_done.append(lambda: ended.append(True))
     book.add(one)
     book.add(same_name_elsewhere)
     assert len(book) == 2
