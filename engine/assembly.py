@@ -412,7 +412,13 @@ def _scheduler(
     layout, mover = runner.kv_cache.layout, runner.blocks
     # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
     arithmetic = _arithmetic(resolve_quantization(spec.quantization, runner.model.config), runner.model.num_kept)
-    computed_by = (spec.dtype, arithmetic, spec.kernels, str(spec.deterministic), runner.model.device.type)
+    computed_by: tuple[str, ...] = (
+        spec.dtype,
+        arithmetic,
+        spec.kernels,
+        str(spec.deterministic),
+        runner.model.device.type,
+    )
     if spec.takes_adapters:
         computed_by += ("gates rounded before they are multiplied",)
     disk = open_disk(_tier_sizes(spec), mover, cache_identity(layout, secret=spec.secret, computed_by=computed_by))

@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,11 +141,10 @@ def _in_kernel_order(part: StoredPart, up: Tensor) -> Tensor:
 
 def encode_adapter(slot: int, adapter: RankAdapter | None) -> bytes:
     """A message to another rank: what `slot` holds from now on; None: nothing."""
-    if adapter is None:
-        header, data = {"slot": slot, "dtype": None, "sites": []}, b""
-    else:
-        name = str(adapter.values.dtype).removeprefix("torch.")
-        header = {"slot": slot, "dtype": name, "sites": adapter.sites}
+    header: dict[str, Any] = {"slot": slot, "dtype": None, "sites": ()}
+    data = b""
+    if adapter is not None:
+        header |= {"dtype": str(adapter.values.dtype).removeprefix("torch."), "sites": adapter.sites}
         data = adapter.values.view(_BYTES).numpy().tobytes()
     text = json.dumps(header).encode()
     return _SIZE.pack(len(text)) + text + data

@@ -14,6 +14,8 @@ from torch import Tensor
 from tests.tools.written import Restored, calibration, write_all
 
 _TORCH_KERNELS = {"gptq": "GPTQ_TORCH", "awq": "AWQ_TORCH"}
+_DTYPES = {"gptq": torch.float32, "awq": torch.float16}
+"""AWQ's torch kernel refuses float32, and its packing then ends the process."""
 
 
 def write(source: Path, stored: Path, way: str) -> Restored:
@@ -25,7 +27,8 @@ def write(source: Path, stored: Path, way: str) -> Restored:
     options |= {"desc_act": "desc_act" in more, "sym": "asym" not in more}
     options |= {"quant_method": settings.METHOD(method), "offload_to_disk": False}
     options["format"] = settings.FORMAT("gemm" if method == "awq" else "gptq_v2" if "v2" in more else "gptq")
-    model = tool.GPTQModel.load(str(source), settings.QuantizeConfig(**options), device="cpu", dtype=torch.float32)
+    dtype = _DTYPES[method]
+    model = tool.GPTQModel.load(str(source), settings.QuantizeConfig(**options), device="cpu", dtype=dtype)
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in calibration()]
     model.quantize(samples, batch_size=1, backend=getattr(tool.BACKEND, _TORCH_KERNELS[method]))
     model.save(str(stored))

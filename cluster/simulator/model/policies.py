@@ -23,6 +23,7 @@ from router.placement.placer import Assignment, Placer
 from router.placement.worker_selection import NoDecodeWorker, Placement, PlacementReason
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry
+from tandem.adapter_files import Adapter
 from tandem.errors import InvariantError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, WorkerId
@@ -250,6 +251,7 @@ class RulePlacer(Placer):
         only: WorkerKey | None = None,
         pool_tokens_above: int = 0,
         is_local: bool = False,
+        adapter: Adapter | None = None,
     ) -> Assignment:
         registry = self.registry
         registry.prefix_map.expire(self._now())

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +185,8 @@ def test_peft_files_are_refused(adapter: Path, model: tuple[Any, Path]) -> None:
     for _ in range(40):  # a header with a byte changed reads as another adapter or as none, and never fails otherwise
         place = rng.randrange(8, 600)
         weights.write_bytes(whole[:place] + bytes([rng.randrange(256)]) + whole[place + 1 :])
-        try:
+        with suppress(ConfigError):
             read(adapter, model)
-        except ConfigError:
-            pass
     save_file({}, weights)
     with pytest.raises(ConfigError, match="holds no matrices"):
         read(adapter, model)
