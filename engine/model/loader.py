@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.adapters.layers import AdaptedClosing, AdaptedProjection
 from engine.adapters.packing import site_number
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoints.on_load import WeightScheme
@@ -22,7 +21,7 @@ from engine.model.checkpoints.stored_matrix import StoredMatrix, Weight, join, s
 from engine.model.config import load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
-from engine.model.layers.composed import NormedClosing, NormedQKV, ScaledEmbedding
+from engine.model.layers.composed import AdaptedClosing, AdaptedProjection, NormedClosing, NormedQKV, ScaledEmbedding
 from engine.model.layers.norm import HeadNorm, RowNorm, SplitRowNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding

@@ -25,7 +25,7 @@ def matches(patterns: Sequence[str] | None, name: str) -> bool:
     return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class AdapterStore(Protocol):
+class AdapterChanges(Protocol):
     """Keeps the changes of the router processes that share a host's ports."""
 
     def read(self) -> Iterable[AdapterChange]:
@@ -53,7 +53,7 @@ class ServedAdapters:
         whether a tenant may use the adapter of a name; None: every tenant all of them.
         """
         self.folder = folder
-        self.store: AdapterStore | None = None
+        self.store: AdapterChanges | None = None
         """Set before the servers open where processes share the ports."""
         self._model_name = model_name
         self._configured = {adapter.name: adapter for adapter in configured}

@@ -35,6 +35,7 @@ from router.text.tokenizer import Tokenizer
 from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
+from tandem.adapter_files import Adapter
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest
 from tandem.pooling_model import PoolingTask
@@ -42,7 +43,7 @@ from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
 from tandem.values.random_pool import RANDOM
-from tandem.values.sampling import BOUNDS, MAX_BAD_WORDS
+from tandem.values.sampling import BOUNDS, MAX_BAD_WORDS, SamplingParams
 
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORD_CHARS = 64
@@ -313,21 +314,15 @@ class Frontend:
         wanted = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         fitting = room if wanted is None else max(1, min(wanted, room))
         most = self._max_tokens(fields, fitting, num_prompts, stated=fields.max_tokens is not None)
-        top_k = max(0, fields.sampling.top_k)  # -1 keeps every token, too
-        sampling = fields.sampling._replace(max_tokens=most, seed=self._seed(fields), top_k=top_k)
-        if fields.max_tokens is None:
-            # Otherwise `check_fields` has checked it: what became smaller is still within the bounds.
-            sampling.validate(vocab_size=self.model.vocab_size)
-        seen, salt = fields.last_seen, self._salt(fields)
-        is_base = fields.model == self.model.name or fields.model is None
-        adapter = None if is_base or fields.model is None else self.adapters.get(fields.model, fields.tenant)
+        sampling = self._sampling(fields, most)
+        seen, adapter = fields.last_seen, self._adapter(fields)
         request = RoutedRequest(
             request_id=name_request(seen.head.request_id if seen else None),
             # A call may have thousands of prompts that are scored only.
             prompt_token_ids=array("i", ids) if fields.scoring and fields.scoring.is_small else tuple(ids),
             sampling=sampling,
             grammar_param=None if fields.structure is None else fields.structure.param,
-            hash_root=self._hash_root(salt) if adapter is None else self._hash_root(salt, adapter.digest),
+            hash_root=self._root(fields, adapter),
             tenant=fields.tenant,
             operation=operation,
             arrived_s=started_s,
@@ -353,6 +348,23 @@ class Frontend:
             reasoning=reasoning,
             prompt_text=prompt_text,
         )
+
+    def _sampling(self, fields: ClientRequest, most_tokens: int) -> SamplingParams:
+        top_k = max(0, fields.sampling.top_k)  # -1 keeps every token, too
+        sampling = fields.sampling._replace(max_tokens=most_tokens, seed=self._seed(fields), top_k=top_k)
+        if fields.max_tokens is None:
+            # Otherwise `check_fields` has checked it: what became smaller is still within the bounds.
+            sampling.validate(vocab_size=self.model.vocab_size)
+        return sampling
+
+    def _adapter(self, fields: ClientRequest) -> Adapter | None:
+        if fields.model is None or fields.model == self.model.name:
+            return None
+        return self.adapters.get(fields.model, fields.tenant)
+
+    def _root(self, fields: ClientRequest, adapter: Adapter | None) -> BlockHash:
+        salt = self._salt(fields)
+        return self._hash_root(salt) if adapter is None else self._hash_root(salt, adapter.digest)
 
     def _num_kept(self, fields: ClientRequest, num_tokens: int) -> int:
         """Prompt tokens kept when truncating to the last `num_tokens`; -1: as many as the context leaves beside the

@@ -157,7 +157,7 @@ class PromptScorer:
         try:
             port.score_prompt(order, coming.on_event)
             if order.adapter is not None:
-                context.placer.adapters.sent(order.adapter, key, context.clock())
+                context.placer.adapters.sent(order.adapter, (key,), context.clock())
             on_sent()
             found = await coming.outcome
         except Unavailable as refusal:

@@ -30,7 +30,7 @@ _LINES = msgspec.json.Decoder(list[_Line])
 
 
 class AdapterFile:
-    """A `router.api.adapters.AdapterStore` in a folder that only the processes' user can enter."""
+    """A `router.api.adapters.AdapterChanges` in a folder that only the processes' user can enter."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "adapters.json"

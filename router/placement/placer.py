@@ -1,13 +1,12 @@
 """Places choices on workers, and accounts for it: the load that was sent, and which blocks will be cached where."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from random import Random
 
 import numpy as np
 from msgspec import Struct
 
-from router.placement.adapter_holders import AdapterHolders
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
 from router.placement.demand import PlacementDemand
@@ -102,6 +101,53 @@ class Assignment(Struct, kw_only=True):
     """Its entry in the decision log; None until it is recorded."""
 
 
+_REPORTED_AFTER_S = 2.0
+"""Time from the end of a load until it is certain that a report shows it."""
+
+
+class AdapterHolders:
+    """Adapters that this router's requests have made workers load.
+
+    A worker's load report says what it has loaded. What this router has sent it since counts, too, until a report can
+    show it: otherwise each of the first requests for an adapter would make another worker load it.
+    """
+
+    def __init__(self, *, bytes_per_s: float) -> None:
+        """`bytes_per_s`: the rate at which workers are assumed to load adapters."""
+        self._bytes_per_s = bytes_per_s
+        self._expected_until_s: dict[tuple[str, WorkerKey], float] = {}
+
+    def sent(self, adapter: Adapter | None, workers: Iterable[WorkerKey], now_s: float) -> None:
+        """Record that a request for an adapter was sent to workers, which load it if they lack it; None: for none."""
+        if adapter is None:
+            return
+        self._forget_late(now_s)
+        for worker in workers:
+            self._expected_until_s[adapter.digest, worker] = now_s + self._load_s(adapter) + _REPORTED_AFTER_S
+
+    def load_ms(self, adapter: Adapter, view: ClusterView, now_s: float) -> list[float]:
+        """Return the time that each worker would take to load an adapter, by slot; 0 where it is loaded, or will be
+        for an earlier request."""
+        found = [0.0] * view.num_slots
+        load_ms, digest = 1e3 * self._load_s(adapter), adapter.digest
+        for pool in (view.decode, view.prefill):
+            for info, load, slot in zip(pool.members.infos, pool.loads, pool.members.slot_list, strict=True):
+                if digest not in load.resident_adapters and not self._is_expected(digest, info.key, now_s):
+                    found[slot] = load_ms
+        return found
+
+    def _load_s(self, adapter: Adapter) -> float:
+        return adapter.num_bytes / self._bytes_per_s
+
+    def _is_expected(self, digest: str, worker: WorkerKey, now_s: float) -> bool:
+        return self._expected_until_s.get((digest, worker), now_s) > now_s
+
+    def _forget_late(self, now_s: float) -> None:
+        """Forget expectations that are over, whenever there might be many."""
+        if len(self._expected_until_s) >= 1024:
+            self._expected_until_s = {key: until for key, until in self._expected_until_s.items() if until > now_s}
+
+
 class Placer:
     """Applies the pure placement to the live workers."""
 
@@ -180,9 +226,7 @@ class Placer:
             holder=best_holder(demand, computing, view, partial(self._num_confirmed, names)),
             adapter=adapter,
         )
-        if adapter is not None:
-            for key in {decode, computing.key}:
-                self.adapters.sent(adapter, key, now_s)
+        self.adapters.sent(adapter, {decode, computing.key}, now_s)
         self._hot.on_placed(names, work_ms=placement.compute_ms, tokens=placement.uncached_tokens, now_s=now_s)
         if placement.affinity is Affinity.REPLICA:
             self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=now_s)
@@ -257,7 +301,7 @@ class Placer:
             return None
         prefill, work = found
         if adapter is not None:
-            self.adapters.sent(adapter, prefill.info.key, now_s)
+            self.adapters.sent(adapter, (prefill.info.key,), now_s)
         assignment.holder = best_holder(demand, prefill.info, view, partial(self._num_confirmed, assignment.names))
         self._compute_on(assignment, prefill.info.key, work)
         return prefill

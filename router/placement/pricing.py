@@ -60,10 +60,7 @@ def _price_prefill_by_columns(
     crowd = model.recompute_weight * _sum(pool.active) / len(total)
     terms["recompute_ms"] = (charged - least) * (token_ms * crowd)
     total += terms["recompute_ms"]
-    if demand.adapter_ms is not None:
-        terms["adapter_ms"] = np.array(demand.adapter_ms)[pool.members.slots]
-        total += terms["adapter_ms"]
-    _add_penalty(demand, pool, terms, total)
+    _add_surcharges(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
     explained = ExplainedCosts(members=pool.members, held=held, total=total, terms=terms)
@@ -104,9 +101,7 @@ def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools
     least, crowd = min(allowed, default=max(charged)), model.recompute_weight * sum(active) / len(total)
     for row, each_ms in enumerate(token_ms):
         total[row] += (charged[row] - least) * (each_ms * crowd)
-    if demand.adapter_ms is not None:
-        for row, slot in enumerate(members.slot_list):
-            total[row] += demand.adapter_ms[slot]
+    _add_loads(demand, members.slot_list, total)
     if closed is not None or pool.penalised_until_s is not None:
         _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
     explain = partial(_explain_prefill, demand, pool, pool.cells.tobytes(), closed, model)
@@ -161,10 +156,7 @@ def _price_decode_by_columns(
         remote = transfer + (partner_ms + model.handoff_ms)
         local = _prefer_local_prefill(demand, uncached, here, remote, model)
         total = load + np.where(local, here, remote)
-    if demand.adapter_ms is not None:
-        terms["adapter_ms"] = np.array(demand.adapter_ms)[pool.members.slots]
-        total += terms["adapter_ms"]
-    _add_penalty(demand, pool, terms, total)
+    _add_surcharges(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
 
@@ -254,9 +246,7 @@ def _price_decode_singly(
             local.append(is_local)
             here = here if is_local else remote
         total.append(waiting + here)
-    if demand.adapter_ms is not None:
-        for row, slot in enumerate(members.slot_list):
-            total[row] += demand.adapter_ms[slot]
+    _add_loads(demand, members.slot_list, total)
     if closed is not None or pool.penalised_until_s is not None:
         _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
     return PoolCosts(
@@ -309,7 +299,16 @@ def _penalise_and_close(until_s: list[float], closed: Bools | None, now_s: float
         total[row] = np.inf
 
 
-def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
+def _add_loads(demand: PlacementDemand, slots: list[int], total: list[float]) -> None:
+    if demand.adapter_ms is not None:
+        for row, slot in enumerate(slots):
+            total[row] += demand.adapter_ms[slot]
+
+
+def _add_surcharges(demand: PlacementDemand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
+    if demand.adapter_ms is not None:
+        terms["adapter_ms"] = np.array(demand.adapter_ms)[pool.members.slots]
+        total += terms["adapter_ms"]
     if pool.penalised_until_s is not None:
         terms["penalty_ms"] = np.maximum(pool.penalised_until_s - demand.now_s, 0.0) * 1e3
         total += terms["penalty_ms"]

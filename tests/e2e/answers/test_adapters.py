@@ -88,3 +88,48 @@ async def test_cluster_with_too_high_a_rank_does_not_start(adapters, fork_server
         rf"error: model\.adapters\.style:brief: {re.escape(str(path))}/adapter_config\.json: r is 8, and engine\.max"
     )
     assert re.search(wrong, str(failed.value)), failed.value
+
+
+@pytest.mark.slow
+async def test_cluster_loads_adapters_while_it_runs(adapters, oracle, fork_servers, tmp_path):
+    """More than a worker has room for: they take turns. Only from below the folder, only for tenants that may."""
+    folder = tmp_path / "adapters"
+    base = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
+    shutil.copytree(adapters["style/formal"][0], folder / "formal")
+    for number in range(4):
+        write_adapter(folder / f"other-{number}", base, rank=4, seed=10 + number)
+    num_bytes = (folder / "formal" / "adapter_model.safetensors").stat().st_size
+    settings = {
+        "model__adapter_folder": str(folder),
+        "engine__adapter_bytes": int(2.5 * num_bytes),
+        "router__api_keys": [{"key": "of-operator", "operator": True}, {"key": "of-few", "tenant": "few"}],
+        "router__limits": {"tenants": {"few": {"adapters": ["formal*"]}}},
+    }
+    (prompt,) = prompts(oracle, 1, seed=9)
+    expected = adapters["style/formal"][1].tokens(prompt, MAX_TOKENS)
+    few = {"Authorization": "Bearer of-few"}
+    async with running(command=fork_servers.command, key="of-operator", **settings) as cluster:
+
+        async def load(name, path, **more):
+            return await cluster.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, **more)
+
+        assert (await load("formal", "formal", headers=few)).status_code == 403
+        assert (await load("formal", str(adapters["style:brief"][0]))).status_code == 403
+        names = ["formal", *(f"other-{number}" for number in range(4))]
+        for name in names:
+            assert (await load(name, name)).status_code == 200
+        for _ in range(2):
+            answers = await asyncio.gather(*(cluster.tokens(prompt, MAX_TOKENS, model=name) for name in names))
+            assert answers[0] == expected
+            assert len(set(map(tuple, answers))) == len(names)
+        ask = {"prompt": prompt, "max_tokens": 1}
+        statuses = [
+            (await cluster.http.post("/v1/completions", json=ask | {"model": name}, headers=few)).status_code
+            for name in ("formal", "other-0")
+        ]
+        assert statuses == [200, 404]
+        unloaded = await cluster.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"})
+        assert unloaded.status_code == 200
+        gone = await cluster.http.post("/v1/completions", json=ask | {"model": "formal"})
+        assert gone.status_code == 404
+        await cluster.until_idle()

@@ -11,6 +11,13 @@ ELSEWHERE = {
     **dict.fromkeys(("control_socket",), f"{_OPERATION}/test_autoscale.py"),
     "model.generation_config=none": f"{_ANSWERS}/test_generation_config.py",
     "model.reranker=qwen3": "tests/e2e/models/test_pooling_models.py",
+    **dict.fromkeys(
+        (
+            *("model.adapters", "model.adapter_folder", "engine.adapter_bytes", "engine.max_adapter_rank"),
+            *("router.limits.default.adapters", "router.limits.tenants.adapters"),
+        ),
+        f"{_ANSWERS}/test_adapters.py",
+    ),
     "engine.device=cuda": "tests/gpu/test_engine_cuda.py",
     "engine.num_threads": "tests/support/running_cluster.py",
     "engine.offload_bytes": f"{_ANSWERS}/test_pipelined.py",

@@ -4,9 +4,8 @@ from random import Random
 
 import pytest
 
-from router.placement.adapter_holders import AdapterHolders
 from router.placement.costs import CostModel
-from router.placement.placer import Assignment, Placer
+from router.placement.placer import AdapterHolders, Assignment, Placer
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -57,7 +56,7 @@ def test_holders_resident_or_expected_workers_load_nothing() -> None:
     workers = [_holding("d0", SQL.digest), _holding("d1"), _holding("p0", "other")]
     view = view_of(workers)
     assert holders.load_ms(SQL, view, 0.0) == pytest.approx([0.0, 200.0, 200.0])
-    holders.sent(SQL, workers[1].info.key, 0.0)
+    holders.sent(SQL, (workers[1].info.key,), 0.0)
     assert holders.load_ms(SQL, view, 1.0) == pytest.approx([0.0, 0.0, 200.0])
     assert holders.load_ms(adapter_of("sql", version=2), view, 1.0)[1] > 0.0
     # By now a report shows it, unless it has been dropped again.
@@ -67,7 +66,7 @@ def test_holders_resident_or_expected_workers_load_nothing() -> None:
 def test_holders_with_many_expectations_forget_those_that_are_over() -> None:
     holders, key = AdapterHolders(bytes_per_s=RATE), worker("d0").info.key
     for number in range(5000):
-        holders.sent(adapter_of(f"a{number}"), key, float(number))
+        holders.sent(adapter_of(f"a{number}"), (key,), float(number))
     assert len(holders._expected_until_s) <= 1025
 
 
