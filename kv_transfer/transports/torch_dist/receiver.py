@@ -109,6 +109,8 @@ class TorchDistReceiver:
     def _accept(self) -> None:
         for sock in accept_connections(self._server, self._closing, self._refusals):
             with self._lock:
+                # Forgotten only once they have ended: `close` must have waited for every thread.
+                self._peers = {peer: thread for peer, thread in self._peers.items() if thread.is_alive()}
                 if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
                     sock.close()
                     continue
@@ -143,8 +145,6 @@ class TorchDistReceiver:
         finally:
             if session is not None:
                 session.close()
-            with self._lock:
-                del self._peers[sock]
             hang_up(sock)
             sock.close()
 

@@ -350,6 +350,8 @@ def test_cpu_gemm_stored_int4_parts_and_stacks_give_the_same_bits(library):
 @pytest.mark.parametrize("gated", [False, True])
 def test_cpu_gemm_stored_int8_is_packed_like_the_weights_it_was_made_of(library, arithmetic, gated):
     """Packing needs no instructions of its own, so that AMX's is compared everywhere."""
+    if arithmetic is Arithmetic.INT8_DOT:
+        needs(arithmetic)  # its packing is compiled with its kernel alone
     weight = torch.randn(102, 130).bfloat16()
     largest = weight.float().abs().amax(dim=1, keepdim=True)
     codes = (weight.float() * torch.div(torch.full_like(largest, 127), largest)).round().to(torch.int8)
@@ -571,6 +573,8 @@ def test_cpu_gemm_packed_head_returns_embeddings(library, arithmetic, depth):
 @pytest.mark.parametrize("depth", [64, 71, 1, 130])
 def test_cpu_gemm_int8_head_returns_its_own_rows(library, arithmetic, depth):
     """Those of AMX are laid out by code that every processor runs, so they are read here without its instructions."""
+    if arithmetic is Arithmetic.INT8_DOT:
+        needs(arithmetic)  # its layout is compiled with its kernel alone
     weight = torch.randn(101, depth).bfloat16()
     name, panels = arithmetic.value, 4
     packed = torch.empty(library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, depth), dtype=torch.uint8)
