@@ -9,7 +9,7 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kMostParts = 3;      // queries, keys, values
-constexpr int64_t kValues = 4;         // that one task makes of a row
+constexpr int kValues = 4;             // that one task makes of a row
 constexpr int64_t kColumns = 512;      // that one task adds to
 constexpr int64_t kWorth = 1 << 15;    // multiplications for another thread
 
@@ -35,30 +35,57 @@ struct Rows {
   int64_t threads;
 };
 
-// Products of a row with `count` rows of `down`, at most kValues.
-template <class T>
-void multiply(const T* x, const T* down, int64_t depth, int64_t count, float* out) {
-  Floats sums[kValues] = {};
-  for (int64_t k = 0; k < depth; k += kLanes) {
-    const Floats value = load_some(x + k, depth - k);
-    for (int64_t i = 0; i < count; ++i) sums[i] = fused(value, load_some(down + i * depth + k, depth - k), sums[i]);
+// Products of a row with `kCount` rows of `down`. Each has two sums, so that an addition need not wait for the last.
+template <int kCount, class T>
+TANDEM_INLINE void multiply(const T* x, const T* down, int64_t depth, float* out) {
+  constexpr int64_t kStep = 2 * kRegisterLanes;
+  Register sums[kCount][2] = {};
+  int64_t k = 0;
+  for (; k + kStep <= depth; k += kStep)
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = k + half * kRegisterLanes;
+      const Register value = load_register(x + at);
+      for (int i = 0; i < kCount; ++i)
+        sums[i][half] = fused_register(value, load_register(down + i * depth + at), sums[i][half]);
+    }
+  for (int i = 0; i < kCount; ++i) {
+    Floats rest = {};
+    for (int64_t at = k; at < depth; at += kLanes)
+      rest = fused(load_some(x + at, depth - at), load_some(down + i * depth + at, depth - at), rest);
+    float lanes[kRegisterLanes];
+    store_register(lanes, sums[i][0] + sums[i][1]);
+    float total = sum(rest);
+    for (int lane = 0; lane < kRegisterLanes; ++lane) total += lanes[lane];
+    out[i] = total;
   }
-  for (int64_t i = 0; i < count; ++i) out[i] = sum(sums[i]);
 }
 
 // Adds to the columns of a part that lie in [begin, end).
 template <class T>
 void add_part(const Part& part, const float* values, int64_t begin, int64_t end, T* out) {
-  const T* const up = static_cast<const T*>(part.up);
+  constexpr int kHeld = 2 * kRegisters;  // registers of two vectors
+  const T* const up = static_cast<const T*>(part.up) - part.first_column;
+  const float* const own = values + part.first_value;
   const int64_t last = std::min(end, part.first_column + part.num_columns);
-  for (int64_t column = std::max(begin, part.first_column); column < last; column += kLanes) {
-    const int64_t count = last - column;
-    Floats total = load_some(out + column, count);
+  int64_t column = std::max(begin, part.first_column);
+  for (; column + 2 * kLanes <= last; column += 2 * kLanes) {
+    Register totals[kHeld];
+    for (int j = 0; j < kHeld; ++j) totals[j] = load_register(out + column + j * kRegisterLanes);
     for (int64_t i = 0; i < part.rank; ++i) {
-      const T* const row = up + i * part.num_columns + (column - part.first_column);
-      total = fused(splat(values[part.first_value + i]), load_some(row, count), total);
+      const Register value = splat_register(own[i]);
+      const T* const row = up + i * part.num_columns + column;
+      for (int j = 0; j < kHeld; ++j)
+        totals[j] = fused_register(value, load_register(row + j * kRegisterLanes), totals[j]);
     }
-    store_some(out + column, total, count);
+    Floats both[2];
+    std::memcpy(both, totals, sizeof both);
+    store_two(out + column, both[0], both[1]);
+  }
+  for (; column < last; column += kLanes) {
+    Floats total = load_some(out + column, last - column);
+    for (int64_t i = 0; i < part.rank; ++i)
+      total = fused(splat(own[i]), load_some(up + i * part.num_columns + column, last - column), total);
+    store_some(out + column, total, last - column);
   }
 }
 
@@ -82,8 +109,14 @@ void add_adapters(const Matrices* of_slots, const T* x, int64_t x_stride, const 
       const int64_t i = task / groups, first = task % groups * kValues;
       const Matrices& matrices = of_slots[step.slots[i]];
       if (first >= matrices.num_values) continue;
-      multiply(x + step.rows[i] * x_stride, static_cast<const T*>(matrices.down) + first * matrices.depth,
-               matrices.depth, std::min(kValues, matrices.num_values - first), step.values + i * step.stride + first);
+      const T* const row = x + step.rows[i] * x_stride;
+      const T* const down = static_cast<const T*>(matrices.down) + first * matrices.depth;
+      float* const out_values = step.values + i * step.stride + first;
+      const int64_t count = std::min<int64_t>(kValues, matrices.num_values - first);
+      if (count == kValues)
+        multiply<kValues>(row, down, matrices.depth, out_values);
+      else
+        for (int64_t k = 0; k < count; ++k) multiply<1>(row, down + k * matrices.depth, matrices.depth, out_values + k);
     }
     team_barrier(team);
     const int64_t pieces = ceil_div(most_columns, kColumns);
