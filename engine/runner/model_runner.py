@@ -63,7 +63,9 @@ class ModelRunner:
         self._queue = device_queue(model.device)
         self._staging = Staging(self._queue)
         self._sampled: Tensor | None = None  # int64 [num_samples], of the last step
-        self._inputs = StepInputBuilder(kv_cache.block_size, len(kv_cache.layout.groups) - 1)
+        self._inputs = StepInputBuilder(
+            kv_cache.block_size, len(kv_cache.layout.groups) - 1, takes_adapters=model.adapters is not None
+        )
         self._attention = attention or model.backend.attention(model.attention_spec, kv_cache)
         self._sampler = Sampler(
             eos_token_ids=model.config.eos_token_ids,

@@ -28,8 +28,11 @@ def build_step_inputs(batch: Batch, block_size: int) -> StepInputs:
 class StepInputBuilder:
     """Lays out batches in the order of their launch."""
 
-    def __init__(self, block_size: int, num_window_groups: int = 0) -> None:
-        """`num_window_groups`: groups of windowed layers that have blocks of their own."""
+    def __init__(self, block_size: int, num_window_groups: int = 0, *, takes_adapters: bool = True) -> None:
+        """`num_window_groups`: groups of windowed layers that have blocks of their own. `takes_adapters`: whether
+        requests may have adapters.
+        """
+        self._takes_adapters = takes_adapters
         self._block_size = block_size
         self._tables = _TableMirror()
         self._windows = tuple(_TableMirror() for _ in range(num_window_groups))
@@ -85,7 +88,7 @@ class StepInputBuilder:
             scores=scores,
             pooled=pooled,
             num_top=num_top,
-            adapter_slots=_adapter_slots(ordered, sequence),
+            adapter_slots=_adapter_slots(ordered, sequence) if self._takes_adapters else no_adapters(),
             window_tables=window_tables,
             window_slots=window_slots,
         )
