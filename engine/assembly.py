@@ -27,6 +27,7 @@ from engine.model.decoder import Decoder
 from engine.model.gpu_memory import GpuMemoryRequest, gpu_limit_bytes
 from engine.model.loader import Progress, load_model
 from engine.model.memory_budget import (
+    WORKSPACE_MARGIN,
     MemoryBudget,
     check_room,
     check_share_of_machine,
@@ -58,7 +59,6 @@ _log = logging.getLogger(__name__)
 _KV_EVENT_CAPACITY = 65_536
 _DEFAULT_CONTEXTS = 32
 """Default size of the KV pool: this many sequences of the full context, within the memory limit."""
-_WORKSPACE_MARGIN = 1.25
 _MOST_STEPS_UNDER_WAY = 2
 """One is launched while the one before it runs."""
 _SHORTEST_TOKENS = 2
@@ -472,7 +472,7 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
 def _workspace_bytes(
     model: Decoder, layout: KVLayout, spec: EngineSpec, context: int, num_blocks: int, ranks: Ranks
 ) -> int:
-    """Workspace of a step: measured where the system can, plus a margin for what malloc retains; else estimated."""
+    """Workspace of a step, with its margin: measured where the system can, else estimated."""
     ranks.begin_dry_run(layout)
     own = measure_workspace_bytes(
         model,
@@ -487,7 +487,7 @@ def _workspace_bytes(
     )
     measured = ranks.end_dry_run(own)
     if measured is not None:
-        return int(measured * _WORKSPACE_MARGIN)
+        return int(measured * WORKSPACE_MARGIN)
     return estimate_workspace_bytes(
         model.config,
         dtype=spec.dtype,

@@ -13,6 +13,8 @@ MAX_GATHER_BYTES = 256 * 2**20
 MAX_MASK_ELEMENTS = 2**24
 """Largest attention mask that a step keeps, in elements."""
 
+WORKSPACE_MARGIN = 1.25
+"""What is set aside for a step, over what it takes: malloc retains some of what steps free."""
 
 _DEFAULT_SHARE = 0.8
 
@@ -161,7 +163,9 @@ def estimate_workspace_bytes(
     max_context: int,
     kv_dtype: str = AUTO_DTYPE,
 ) -> int:
-    """Upper bound on the memory of one step beside weights and KV: hidden states, gathered KV, masks, logits."""
+    """Upper bound on the memory of one step beside weights and KV, with a margin for what malloc retains: hidden states,
+    gathered KV, masks, logits.
+    """
     item = DTYPE_BITS[dtype] // 8
     # Codes are gathered, in int4 also unpacked to bytes, multiplied in float32, and rounded.
     codes = 2 if kv_dtype == "int4" else 1
@@ -177,7 +181,7 @@ def estimate_workspace_bytes(
     masks = min(MAX_MASK_ELEMENTS, rows * max_context) * item
     # Sampling works in float32: logits, their copy, sorted values and indices, noise and its integers.
     sampling = max_num_seqs * config.vocab_size * 4 * 12
-    return rows * (per_row * item + _routing_bytes(config, item)) + gathered + masks + sampling
+    return int((rows * (per_row * item + _routing_bytes(config, item)) + gathered + masks + sampling) * WORKSPACE_MARGIN)
 
 
 def _largest_gate(config: ModelSpec) -> int:

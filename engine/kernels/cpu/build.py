@@ -4,15 +4,17 @@ The sources use no torch headers, so the library fits every torch, and torch's e
 and link libtorch, is not needed (see tandem/native/build.py).
 """
 
-import re
+import ctypes
+import os
 from pathlib import Path
 
 from tandem.native import build as native
 from tandem.native.build import NATIVE, NativeUnavailable, Processors, Recipe
+from tandem.native.library import address_of
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", NATIVE, "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
-_OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*$")
+_TORCH = "libtorch_cpu.so"
 
 _AVX2 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -41,25 +43,44 @@ def build(cache_root: Path | None = None, *, sources: Path = SOURCES) -> Path:
 
 def recipe(sources: Path = SOURCES) -> Recipe:
     """Recipe of the kernels for this process."""
-    openmp = mapped_openmp_runtime() or "-lgomp"
+    openmp = torch_openmp_runtime() or "-lgomp"
     return Recipe(name="kernels", sources=sources, flags=FLAGS, libraries=(openmp,), processors=PROCESSORS)
 
 
-def mapped_openmp_runtime() -> str | None:
-    """The OpenMP library mapped into this process, which is torch's once torch is imported; None without any.
+class _SymbolInfo(ctypes.Structure):
+    """`Dl_info` of dladdr(3)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def torch_openmp_runtime() -> str | None:
+    """Path of the OpenMP library that torch runs on; None until torch is imported.
 
     Linking against that very file makes the kernels run on torch's thread pool: a second pool would compete for
-    the cores, because idle OpenMP threads spin.
+    the cores, because idle OpenMP threads spin. Other packages may have brought OpenMP libraries of their own
+    (scikit-learn does), which neither torch nor the kernels call.
     """
-    runtimes = sorted(openmp_runtimes())
-    return runtimes[0] if runtimes else None
-
-
-def openmp_runtimes() -> set[str]:
-    """Every OpenMP library mapped into this process."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
-        return set()
-    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/" in line)
-    return {path for path in paths if _OPENMP_RUNTIME.search(path)}
+        return None
+    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if line.endswith(f"/{_TORCH}"))
+    torch = next(paths, None)
+    return None if torch is None else openmp_runtime_of(torch)
+
+
+def openmp_runtime_of(library: str) -> str | None:
+    """Path of the OpenMP library that a loaded library calls; None if it calls none, or is not loaded."""
+    info = _SymbolInfo()
+    try:
+        # Of a library's handle, dlsym(3) finds what the library or one of its dependencies defines, the nearest first.
+        function = ctypes.CDLL(library, mode=os.RTLD_NOW | os.RTLD_NOLOAD).GOMP_parallel
+        found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address_of(function)), ctypes.byref(info))
+    except (AttributeError, OSError):
+        return None
+    return os.fsdecode(info.file) if found and info.file else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtimes
+from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtime_of, torch_openmp_runtime
 from tandem.native.library import NativeLibrary, address_of
 
 
@@ -82,12 +82,13 @@ class KernelLibrary:
 def load_kernels(cache_root: Path | None = None) -> KernelLibrary:
     """Build the library if needed and load it. Import torch first: the kernels then share its threads.
 
-    Raises KernelsUnavailable: no compiler, a build that fails, a processor without AVX2, or two OpenMP runtimes.
+    Raises KernelsUnavailable: no compiler, a build that fails, a processor without AVX2, or another OpenMP runtime than
+    torch's.
     """
     library = KernelLibrary(build(cache_root))
-    runtimes = openmp_runtimes()
-    if len(runtimes) > 1:
-        raise KernelsUnavailable(f"two OpenMP runtimes in one process: {', '.join(sorted(runtimes))}")
+    ours, torchs = openmp_runtime_of(str(library.path)), torch_openmp_runtime()
+    if torchs is not None and ours != torchs:
+        raise KernelsUnavailable(f"the kernels run on the OpenMP runtime {ours}, torch on {torchs}")
     if not library.features.avx2:
         raise KernelsUnavailable("the processor has no AVX2")
     return library

@@ -19,9 +19,11 @@ ROOT = Path(__file__).parents[3]
 LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}
 
 
-def test_kv_arithmetic_matches_engine() -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_kv_arithmetic_matches_engine(kernels: str) -> None:
     memory_bytes, kv_dtype = 1 << 30, "int8"
-    config = load(None, LONE | {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype})
+    sizes = {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype, "engine.kernels": kernels}
+    config = load(None, LONE | sizes)
     parts = assemble(engine_spec(config, WorkerRole.DECODE))
     model = read_model("builtin")
     found = room(model, SizingOptions(dtype="float32", kv_dtype=kv_dtype, rank_bytes=memory_bytes))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtimes, recipe
+from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtime_of, recipe, torch_openmp_runtime
 from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
 from tandem.native import build as builder
 from tandem.native.build import cache_root_of, plan_build
@@ -210,4 +210,26 @@ def test_cpu_build_kernels_share_threads_of_torch():
     except KernelsUnavailable as missing:
         pytest.skip(str(missing))
     assert library.features.avx2
-    assert len(openmp_runtimes()) == 1
+    assert openmp_runtime_of(str(library.path)) == torch_openmp_runtime() is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", ["torch", "the other runtime"])
+def test_cpu_build_kernels_share_threads_of_torch_beside_another_openmp_runtime(first, tmp_path):
+    torchs = Path(torch_openmp_runtime())
+    name = torchs.name.replace("gomp", "gomq")
+    other = tmp_path / name
+    # As packages rename their copies: the loader takes a library of a known name for the one that it has.
+    other.write_bytes(torchs.read_bytes().replace(torchs.name.encode() + b"\0", name.encode() + b"\0"))
+    imports = ["import torch", f"import ctypes; ctypes.CDLL({str(other)!r}).omp_get_max_threads()"]
+    program = f"""
+from pathlib import Path
+{chr(10).join(imports if first == "torch" else reversed(imports))}
+from engine.kernels.cpu.build import openmp_runtime_of, torch_openmp_runtime
+from engine.kernels.cpu.library import load_kernels
+library = load_kernels()
+assert {str(other)!r} in Path("/proc/self/maps").read_text()
+assert openmp_runtime_of(str(library.path)) == torch_openmp_runtime() == {str(torchs)!r}
+assert library.function("tandem_cpu_features", "", "i")() & 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
