@@ -7,7 +7,7 @@ from enum import Enum
 
 from engine.types.request import Request
 from kv_transfer.session.peer import Route
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.protocol.wire import logprobs_to_pb
 from tandem.telemetry.tracing import Span, TraceContext
 from tandem.v1 import common_pb2 as common

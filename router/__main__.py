@@ -62,7 +62,7 @@ from router.sandbox.grammar_check import GrammarProcess
 from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
-from tandem.adapter_files import Adapter, read_adapter
+from tandem.adapters.files import Adapter, read_adapter
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
 from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts

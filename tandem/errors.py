@@ -129,6 +129,12 @@ class Unavailable(ServingError):
     retryable = True
 
 
+class AdapterUnavailable(Unavailable):
+    """The files of a LoRA adapter are missing at this worker, or others than those ordered: the worker is healthy, and
+    another one may have them.
+    """
+
+
 class DeadlineExceeded(ServingError):
     """The request's time ran out before its answer was complete."""
 

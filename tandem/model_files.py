@@ -72,3 +72,24 @@ def read_model_text(path: Path, *, max_bytes: int) -> str:
         return read_model_file(path, max_bytes=max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
+
+
+def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
+    """Decode one JSON object strictly: no NaN, no duplicate keys, no bottomless nesting. Raises ConfigError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ConfigError(f"{where}: an object has duplicate keys")
+        return result
+
+    def refuse(constant: str) -> Any:
+        raise ConfigError(f"{where}: {constant} is not JSON")
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid JSON: {type(error).__name__}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a JSON object")
+    return value

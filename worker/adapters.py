@@ -8,14 +8,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from tandem.adapter_files import Adapter, read_adapter
-from tandem.errors import ConfigError, InternalError, InvalidRequest, Overloaded, ServingError, Unavailable
+from tandem.adapters.files import Adapter, AdapterContent, read_adapter_content
+from tandem.errors import AdapterUnavailable, ConfigError, InternalError, InvalidRequest, Overloaded, ServingError
 from worker.decisions.adapter_slots import AdapterPlace, AdapterSlots, Ticket
 
 _log = logging.getLogger(__name__)
+_MOST_REFUSED = 256
+"""Adapters that are remembered as unusable: a digest names what the files hold, so it stays true."""
 
 
 class Packed(Protocol):
@@ -33,8 +34,10 @@ class AdapterMemory(Protocol[P]):
 
     capacity_bytes: int
     num_slots: int
+    max_file_bytes: int
+    """Larger files cannot fit, whatever they hold."""
 
-    def read(self, path: Path) -> P:
+    def read(self, content: AdapterContent) -> P:
         """Read an adapter, on any thread. Raises ConfigError."""
 
     def put(self, slot: int, packed: P) -> None:
@@ -64,6 +67,8 @@ class WorkerAdapters(Generic[P]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
         self._tickets = count(1)
         self._waiters: dict[Ticket, asyncio.Future[int]] = {}
+        self._refused: dict[str, str] = {}
+        """What is wrong with adapters that cannot be used, by digest, the newest last."""
         self._ordered: dict[str, Adapter] = {}
         """The files of those that are waited for, by digest."""
         self._changed = asyncio.Event()
@@ -83,14 +88,27 @@ class WorkerAdapters(Generic[P]):
     async def hold(self, adapter: Adapter) -> int:
         """Hold an adapter: its slot, once it is loaded. Every call that returns needs one `release`.
 
-        Raises InvalidRequest where the files hold no adapter for this model, Unavailable where others are here than
-        those ordered, Overloaded where too many wait already.
+        Raises InvalidRequest where the files hold no adapter for this model, AdapterUnavailable where others are here
+        than those ordered, Overloaded where too many wait already.
         """
         ticket = next(self._tickets)
-        if self._slots.num_waiting >= self._max_waiting:
-            raise Overloaded(f"{self._slots.num_waiting} requests wait for adapters", retry_after_s=1.0)
         if (slot := self._slots.hold(ticket, adapter.digest)) is not None:
             return slot
+        try:
+            if (reason := self._refused.get(adapter.digest)) is not None:
+                raise ConfigError(reason)
+            if self._slots.num_waiting > self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} requests wait for adapters", retry_after_s=1.0)
+            return await self._wait(ticket, adapter)
+        except ConfigError as error:
+            raise InvalidRequest(f"adapter {adapter.name} cannot be used: {error}", param="model") from None
+        finally:
+            self._slots.withdraw(ticket)
+            if not self._slots.is_wanted(adapter.digest):
+                self._ordered.pop(adapter.digest, None)
+            self._changed.set()
+
+    async def _wait(self, ticket: Ticket, adapter: Adapter) -> int:
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiters[ticket] = waiter
         self._ordered[adapter.digest] = adapter
@@ -104,10 +122,6 @@ class WorkerAdapters(Generic[P]):
             raise
         finally:
             del self._waiters[ticket]
-            self._slots.withdraw(ticket)
-            if not self._slots.is_wanted(adapter.digest):
-                self._ordered.pop(adapter.digest, None)
-            self._changed.set()
 
     def release(self, slot: int) -> None:
         """End a hold. What was posted to the engine before still has the adapter: it is replaced in a later call."""
@@ -146,8 +160,8 @@ class WorkerAdapters(Generic[P]):
             await self._call(lambda: self._put(place, packed))
         except ServingError as error:
             self._fail(digest, error)
-        except ValueError as error:
-            self._fail(digest, InvalidRequest(f"adapter {adapter.name}: {error} (engine.adapter_bytes)", param="model"))
+        except ConfigError as error:
+            self._refuse(digest, error)
         except Exception:  # noqa: BLE001 - whoever waits is answered, whatever it was
             _log.exception("adapter %s could not be loaded", adapter.name)
             self._fail(digest, InternalError(f"adapter {adapter.name} could not be loaded"))
@@ -156,32 +170,30 @@ class WorkerAdapters(Generic[P]):
             _log.info("adapter %s is loaded: %d bytes in slot %d", adapter.name, packed.num_bytes, place.slot)
 
     def _read(self, adapter: Adapter) -> P:
-        """Read the files that were ordered, on the thread of its own.
-
-        Identified after they were read: files that are replaced meanwhile are noticed.
+        """Read the files that were ordered, on the thread of its own. Raises ConfigError for what cannot be used,
+        AdapterUnavailable for other files than those ordered.
         """
-        packed, wrong = None, ""
+        if adapter.num_bytes > self._memory.max_file_bytes:
+            most = self._memory.max_file_bytes
+            raise ConfigError(f"its weights have {adapter.num_bytes} bytes, engine.adapter_bytes admits {most}")
         try:
-            packed = self._memory.read(adapter.path)
-        except ConfigError as error:
-            wrong = str(error)
-        try:
-            found = read_adapter(adapter.name, adapter.path)
+            content = read_adapter_content(adapter.path, max_bytes=adapter.num_bytes)
         except ConfigError as error:
             _log.warning("adapter %s cannot be read here: %s", adapter.name, error)
-            raise Unavailable(f"adapter {adapter.name} cannot be read by this worker", retry_after_s=1.0) from None
-        if found.digest != adapter.digest:
-            raise Unavailable(
-                f"adapter {adapter.name}: this worker has another version of its files", retry_after_s=1.0
-            )
-        if packed is None:
-            raise InvalidRequest(f"adapter {adapter.name} cannot be used: {wrong}", param="model")
-        return packed
+            raise AdapterUnavailable("this worker cannot read the files of the adapter") from None
+        if content.digest != adapter.digest:
+            _log.warning("adapter %s: %s holds other files than those ordered", adapter.name, adapter.path)
+            raise AdapterUnavailable("this worker has another version of the adapter's files")
+        return self._memory.read(content)
 
     def _put(self, place: AdapterPlace, packed: P) -> None:
         for slot in place.evicted:
             self._memory.drop(slot)
-        self._memory.put(place.slot, packed)
+        try:
+            self._memory.put(place.slot, packed)
+        except (MemoryError, RuntimeError) as error:  # torch's error where memory is short is a RuntimeError
+            # Nobody uses the slot yet, and the next adapter overwrites it: no reason for the engine to end.
+            raise InternalError(f"the adapter could not be copied: {type(error).__name__}") from error
 
     def _grant(self) -> None:
         for ticket, slot in self._slots.grants():
@@ -191,7 +203,14 @@ class WorkerAdapters(Generic[P]):
             else:
                 waiter.set_result(slot)
 
-    def _fail(self, digest: str, error: ServingError) -> None:
+    def _refuse(self, digest: str, reason: ConfigError) -> None:
+        """Answer those that wait, and all that will ask, that an adapter cannot be used."""
+        self._refused[digest] = str(reason)
+        if len(self._refused) > _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._fail(digest, reason)
+
+    def _fail(self, digest: str, error: ServingError | ConfigError) -> None:
         for ticket in self._slots.give_up(digest):
             waiter = self._waiters.get(ticket)
             if waiter is not None and not waiter.done():

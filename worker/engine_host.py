@@ -27,7 +27,7 @@ from engine.types.request import Request
 from engine.types.runner import Runner
 from engine.types.step_output import LayersDone, Load, StepOutput
 from engine.types.token_guide import TokenGuide
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import Cancelled, DeadlineExceeded, InvalidRequest, ServingError
 from tandem.process.host_memory import resident_bytes
 from tandem.protocol.session_versions import MOST_LOAD_PERIOD_S

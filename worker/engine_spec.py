@@ -6,7 +6,7 @@ from engine.distributed.links.node_group import NodeGroup
 from engine.model.dtype import resolve_dtype
 from engine.spec import EngineSpec
 from engine.types.config import SpeculationConfig
-from tandem.adapter_files import check_adapter_rank
+from tandem.adapters.files import check_adapter_rank
 from tandem.config.cluster import ClusterConfig
 from tandem.config.gpu_placement import GpuSeat
 from tandem.config.worker import cluster_secret, disk_folder, memory_here_bytes, num_ranks

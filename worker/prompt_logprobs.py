@@ -18,7 +18,7 @@ from engine.types.prompt_logprobs import PromptPooling, PromptScoringState
 from engine.types.request import FinishReason, Request, SampledToken
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
 from tandem.protocol.wire import adapter_from_pb, failure_to_pb, pooling_from_pb, times_to_pb
 from tandem.v1 import session_pb2 as pb

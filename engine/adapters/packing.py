@@ -22,6 +22,8 @@ from engine.model.spec import ModelSpec
 
 SITES = ("qkv", "output", "gate_up", "down")
 """Projections of a layer that adapters add to."""
+MOST_ADAPTER_BYTES = 1000 << 20
+"""Most that one message to another rank can hold: `engine.distributed.links.channel` accepts a GiB."""
 _ALIGNMENT = 32
 """Elements: every matrix begins at a cache line in every dtype."""
 _SIZE = struct.Struct("<I")
@@ -38,6 +40,12 @@ class SitePart(NamedTuple):
     rank: int
     begin: int
     """Element of the flat tensor at which its `[rank, num_columns]` begin."""
+
+
+class _Placed(NamedTuple):
+    begin: int
+    matrix: Tensor
+    scale: float
 
 
 class SiteMatrices(NamedTuple):
@@ -92,11 +100,11 @@ def pack_adapter(
 
 
 class _Packer:
-    """Collects matrices and their places in the flat tensor."""
+    """Collects matrices and their places in the flat tensor: views, of which one at a time is converted."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._matrices: list[tuple[int, Tensor]] = []
+        self._matrices: list[_Placed] = []
         self._end = 0
 
     def site(self, number: int, parts: Sequence[StoredPart], pairs: Mapping[str, LowRankPair]) -> SiteMatrices:
@@ -114,21 +122,26 @@ class _Packer:
                 up = pair.up if cut is None or part.dim == 1 else pair.up[cut.begin : cut.end]
                 up = _in_kernel_order(part, up)
                 first, rank = downs[part.name][0], up.shape[1]
-                found.append(SitePart(column, shape[0], first, rank, self._add(up.T * pair.scale)))
+                found.append(SitePart(column, shape[0], first, rank, self._add((up.T,), pair.scale)))
             column += shape[0]
-        down = torch.cat([each for _, each in downs.values()])
-        return SiteMatrices(number, num_values, self._add(down), down.shape[1], tuple(found))
+        stacked = [each for _, each in downs.values()]
+        return SiteMatrices(number, num_values, self._add(stacked), stacked[0].shape[1], tuple(found))
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         values = torch.zeros(self._end, dtype=dtype)
-        for begin, matrix in self._matrices:
-            values[begin : begin + matrix.numel()] = matrix.reshape(-1)
+        for placed in self._matrices:
+            # Scaled before it is rounded to the model's dtype.
+            scaled = placed.matrix.to(torch.float32) * placed.scale
+            values[placed.begin : placed.begin + scaled.numel()] = scaled.reshape(-1)
         return values
 
-    def _add(self, matrix: Tensor) -> int:
-        begin = self._end
-        self._matrices.append((begin, matrix))
-        self._end += -(-matrix.numel() // _ALIGNMENT) * _ALIGNMENT
+    def _add(self, stacked: Sequence[Tensor], scale: float = 1.0) -> int:
+        """Place matrices one below the other; returns where the first one begins."""
+        begin = end = self._end
+        for matrix in stacked:
+            self._matrices.append(_Placed(end, matrix, scale))
+            end += matrix.numel()
+        self._end += -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
         return begin
 
 

@@ -6,19 +6,16 @@ its `B`.
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from engine.adapters.peft_config import LoraConfig, read_lora_config
 from engine.model.checkpoints.safetensors_files import SafetensorsFile
-from engine.model.files import ModelDirectory
 from engine.model.parameters import StoredPart
+from tandem.adapters.files import ADAPTER_WEIGHTS, AdapterContent
+from tandem.adapters.lora_config import LoraConfig, parse_lora_config
 from tandem.errors import ConfigError
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _DTYPES = ("F32", "F16", "BF16")
@@ -29,29 +26,23 @@ class LowRankPair(NamedTuple):
     """What an adapter adds to one stored matrix: `scale * up @ down`."""
 
     down: Tensor
-    """`A`, float32 `[rank, in_features]`."""
+    """`A`, `[rank, in_features]`, in the file's dtype and memory."""
     up: Tensor
-    """`B`, float32 `[out_features, rank]`."""
+    """`B`, `[out_features, rank]`, likewise."""
     scale: float
 
 
-def read_pairs(path: Path, parts: Iterable[StoredPart], *, max_rank: int) -> dict[str, LowRankPair]:
-    """Read an adapter's directory. Returns its matrices by the name of the stored tensor, e.g. `….q_proj.weight`.
+def read_pairs(content: AdapterContent, parts: Iterable[StoredPart], *, max_rank: int) -> dict[str, LowRankPair]:
+    """Read an adapter's matrices, by the name of the stored tensor that they add to, e.g. `….q_proj.weight`.
 
     `parts`: the stored tensors that adapters can add to. Raises ConfigError, naming the file and what is wrong.
     """
+    config = parse_lora_config(content.config)
     try:
-        directory = ModelDirectory(path)
-        config = read_lora_config(directory)
-        file = SafetensorsFile(directory.resolve(WEIGHTS_FILE))
-    except ConfigError as error:
-        raise ConfigError(f"adapter {path}: {error}") from None
-    try:
+        file = SafetensorsFile.held(content.weights, ADAPTER_WEIGHTS)
         return _pairs(file, config, {part.name: part.shape for part in parts}, max_rank)
     except ConfigError as error:
-        raise ConfigError(f"adapter {path}: {WEIGHTS_FILE}: {error}") from None
-    finally:
-        file.close()
+        raise ConfigError(f"{ADAPTER_WEIGHTS}: {error}") from None
 
 
 def _pairs(
@@ -70,27 +61,23 @@ def _pairs(
             raise ConfigError(
                 f"{entry.name[:_SHOWN]!r} has rank {entry.shape[end]}, engine.max_adapter_rank is {max_rank}"
             )
+        size = shapes[f"{module}.weight"][1 - end]
+        if entry.shape[1 - end] != size or not entry.shape[end]:
+            raise ConfigError(f"{entry.name[:_SHOWN]!r} is {list(entry.shape)}, which does not fit {size} values")
         pair = halves.setdefault(module, [None, None])
         if pair[end] is not None:
             raise ConfigError(f"{entry.name[:_SHOWN]!r} is there twice, with and without {_PREFIX}")
-        pair[end] = file.tensor(entry).to(torch.float32, copy=True)
+        pair[end] = file.tensor(entry)
     if not halves:
         raise ConfigError("holds no matrices")
-    return {
-        f"{name}.weight": _pair(name, down, up, config, shapes[f"{name}.weight"]) for name, (down, up) in halves.items()
-    }
+    return {f"{name}.weight": _pair(name, down, up, config) for name, (down, up) in halves.items()}
 
 
-def _pair(
-    module: str, down: Tensor | None, up: Tensor | None, config: LoraConfig, shape: tuple[int, ...]
-) -> LowRankPair:
+def _pair(module: str, down: Tensor | None, up: Tensor | None, config: LoraConfig) -> LowRankPair:
     if down is None or up is None:
         raise ConfigError(f"{module} has {'lora_B' if down is None else 'lora_A'} only")
-    rank = len(down)
-    if not rank or tuple(down.shape) != (rank, shape[1]) or tuple(up.shape) != (shape[0], rank):
-        raise ConfigError(
-            f"{module} has matrices of {list(down.shape)} and {list(up.shape)}, which do not fit one of {list(shape)}"
-        )
+    if (rank := len(down)) != up.shape[1]:
+        raise ConfigError(f"{module} has matrices of {list(down.shape)} and {list(up.shape)}, whose ranks differ")
     if not (down.isfinite().all() and up.isfinite().all()):
         raise ConfigError(f"{module} has values that are not finite")
     return LowRankPair(down, up, config.scale(module, rank))

@@ -7,14 +7,13 @@ A file may lie in the directory itself or, when the directory is a snapshot in a
 A GGUF file may be a link: the user named it. Its JSON files are those that `tandem.model_files` makes of it.
 """
 
-import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.model_files import GGUF_SUFFIX, has_model_file, is_gguf_file, read_model_file
+from tandem.model_files import GGUF_SUFFIX, has_model_file, is_gguf_file, parse_json_object, read_model_file
 
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -79,27 +78,6 @@ class ModelDirectory:
         """Read a JSON object. Raises ConfigError when it is too large, malformed, or something else."""
         path = self.root / name if self._is_file else self.resolve(name)
         return parse_json_object(read_model_file(path, max_bytes=MAX_JSON_BYTES), name)
-
-
-def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """Decode one JSON object strictly: no NaN, no duplicate keys, no bottomless nesting. Raises ConfigError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ConfigError(f"{where}: an object has duplicate keys")
-        return result
-
-    def refuse(constant: str) -> Any:
-        raise ConfigError(f"{where}: {constant} is not JSON")
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not valid JSON: {type(error).__name__}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a JSON object")
-    return value
 
 
 def _allowed_root(root: Path) -> Path:

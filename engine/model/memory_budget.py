@@ -163,8 +163,8 @@ def estimate_workspace_bytes(
     max_context: int,
     kv_dtype: str = AUTO_DTYPE,
 ) -> int:
-    """Upper bound on the memory of one step beside weights and KV, with a margin for what malloc retains: hidden states,
-    gathered KV, masks, logits.
+    """Upper bound on the memory of one step beside weights and KV: hidden states, gathered KV, masks, logits; and a
+    margin for what malloc retains.
     """
     item = DTYPE_BITS[dtype] // 8
     # Codes are gathered, in int4 also unpacked to bytes, multiplied in float32, and rounded.
@@ -181,7 +181,8 @@ def estimate_workspace_bytes(
     masks = min(MAX_MASK_ELEMENTS, rows * max_context) * item
     # Sampling works in float32: logits, their copy, sorted values and indices, noise and its integers.
     sampling = max_num_seqs * config.vocab_size * 4 * 12
-    return int((rows * (per_row * item + _routing_bytes(config, item)) + gathered + masks + sampling) * WORKSPACE_MARGIN)
+    of_rows = rows * (per_row * item + _routing_bytes(config, item))
+    return int((of_rows + gathered + masks + sampling) * WORKSPACE_MARGIN)
 
 
 def _largest_gate(config: ModelSpec) -> int:

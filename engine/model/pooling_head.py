@@ -91,7 +91,7 @@ def _score(directory: ModelDirectory, pooling: PoolingModel, hidden_size: int) -
 
 
 def _dense(directory: ModelDirectory, layer: DenseLayer) -> _Linear:
-    file = SafetensorsFile(directory.resolve_in(layer.folder, _WEIGHTS))
+    file = SafetensorsFile.mapped(directory.resolve_in(layer.folder, _WEIGHTS))
     try:
         shape: tuple[int, ...] = (layer.out_features, layer.in_features)
         wanted = {"linear.weight": shape}

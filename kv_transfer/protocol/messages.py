@@ -10,7 +10,7 @@ never in these messages.
 from dataclasses import dataclass
 
 from kv_transfer.layout.cell_range import CellRange
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import ServingError
 from tandem.protocol.version_negotiation import VersionRange
 from tandem.telemetry.tracing import TraceContext

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
 from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 

@@ -35,7 +35,7 @@ from router.text.tokenizer import Tokenizer
 from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest
 from tandem.pooling_model import PoolingTask

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.cluster_state.entries import AdapterChange
 
 

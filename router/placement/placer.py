@@ -25,7 +25,7 @@ from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.booking import Booking
 from router.workers.columns import ClusterView
 from router.workers.registry import WorkerRegistry
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import InvariantError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, Incarnation, RequestId, WorkerId

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.telemetry.tracing import Span
 from tandem.values.ids import BlockHash, Incarnation, RequestId
 from tandem.values.outputs import NO_PREDICTION_USE, FinishReason, PhaseTimes, PredictionUse, SampledToken, bare_token

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from router.types.requests import PlainStream
 from router.types.worker_view import WorkerKey
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import ServingError
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.cached_chain import CachedChain

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from tandem.adapter_files import MAX_ADAPTER_NAME_CHARS, Adapter, checked_adapter_name
+from tandem.adapters.files import MAX_ADAPTER_NAME_CHARS, Adapter, checked_adapter_name
 from tandem.protocol.wire import adapter_from_pb, adapter_to_pb
 from tandem.v1 import cluster_state_pb2 as pb
 from tandem.v1 import session_pb2

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from tandem.adapter_files import MAX_ADAPTER_RANK, checked_adapter_name
+from tandem.adapters.files import MAX_ADAPTER_RANK, checked_adapter_name
 from tandem.config.pools import BlockSize, CacheDtype, Quantization
 from tandem.config.section import Seconds, Section
 from tandem.model_path import BUILTIN, BUILTIN_NAME, checked_name, default_name

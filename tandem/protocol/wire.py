@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import (
     Cancelled,
     ContextLengthExceeded,

@@ -5,8 +5,10 @@ the least recently used goes first. Whoever needs an adapter that is not here wa
 that wait for the same one get it together. One adapter is loaded at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+from tandem.errors import ConfigError
 
 Ticket = int
 """Names one request for an adapter."""
@@ -32,8 +34,8 @@ class AdapterSlots:
     """The slots and bytes of one worker, by whom they are used, and who waits for them."""
 
     MOST_OVERTAKES = 64
-    """How many requests may get a resident adapter while the first in line waits for others to end: without a bound
-    popular adapters would never make room for a rare one, and with none a rare one would hold up everybody."""
+    """How many requests may get the adapters that are to make room for the first in line: without a bound popular
+    adapters would never make room for a rare one, and with none a rare one would hold up everybody."""
 
     def __init__(self, *, capacity_bytes: int, num_slots: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -46,8 +48,10 @@ class AdapterSlots:
         """The adapter that is being copied into its slot."""
         self._waiting: dict[Ticket, str] = {}
         """Digests in the order of arrival."""
-        self._overtakes: int | None = None
-        """How often the first in line was overtaken since there is no room for it; None: it does not wait for room."""
+        self._leaving: frozenset[str] = frozenset()
+        """Those that make room for the first in line once nobody holds them; empty: it does not wait for room."""
+        self._overtakes = 0
+        """How often one of them was held since."""
 
     @property
     def residents(self) -> tuple[str, ...]:
@@ -61,12 +65,11 @@ class AdapterSlots:
     def hold(self, ticket: Ticket, digest: str) -> int | None:
         """Hold an adapter that is loaded: its slot. None: the ticket waits, and `next_load` or `grants` names it."""
         found = self._residents.get(digest)
-        may_overtake = self._overtakes is None or self._overtakes < self.MOST_OVERTAKES
-        if found is None or not may_overtake:
+        is_leaving = digest in self._leaving
+        if found is None or (is_leaving and self._overtakes >= self.MOST_OVERTAKES):
             self._waiting[ticket] = digest
             return None
-        if self._overtakes is not None:
-            self._overtakes += 1
+        self._overtakes += is_leaving
         return self._held(digest, found)
 
     def release(self, slot: int) -> None:
@@ -91,15 +94,17 @@ class AdapterSlots:
     def place(self, digest: str, num_bytes: int) -> AdapterPlace | None:
         """Make room for an adapter that was read. None: too much is held; ask again after the next `release`.
 
-        Raises ValueError when it would not fit even alone.
+        Raises ConfigError when it would not fit even alone.
         """
         if num_bytes > self.capacity_bytes:
-            raise ValueError(f"it takes {num_bytes} bytes, and all adapters together have {self.capacity_bytes}")
-        victims = self._victims(num_bytes)
+            raise ConfigError(f"it takes {num_bytes} bytes, engine.adapter_bytes leaves {self.capacity_bytes} to all")
+        victims = self._victims(num_bytes, self._unheld())
         if victims is None:
-            self._overtakes = self._overtakes or 0
+            if not self._leaving:
+                fewest = sorted(self._residents, key=lambda digest: self._residents[digest].num_holds)
+                self._leaving = frozenset(self._victims(num_bytes, fewest) or ())
             return None
-        self._overtakes = None
+        self._stop_waiting_for_room()
         evicted = tuple(self._evict(victim) for victim in victims)
         self._free_bytes -= num_bytes
         placed = _Resident(slot=self._free_slots.pop(), num_bytes=num_bytes)
@@ -115,7 +120,7 @@ class AdapterSlots:
 
     def give_up(self, digest: str) -> tuple[Ticket, ...]:
         """An adapter could not be loaded: its room is free, and these tickets wait no longer."""
-        self._overtakes = None
+        self._stop_waiting_for_room()
         if self._placed is not None:
             _, resident = self._placed
             self._free(resident)
@@ -140,17 +145,22 @@ class AdapterSlots:
     def _touch(self, digest: str) -> None:
         self._residents[digest] = self._residents.pop(digest)
 
-    def _victims(self, num_bytes: int) -> list[str] | None:
-        """The adapters to evict for one of this size; None when those that nobody holds are not enough."""
+    def _unheld(self) -> list[str]:
+        return [digest for digest, resident in self._residents.items() if not resident.num_holds]
+
+    def _victims(self, num_bytes: int, candidates: Iterable[str]) -> list[str] | None:
+        """The first of the candidates whose room is enough for one of this size; None where that of all is not."""
         num_slots, free_bytes = len(self._free_slots), self._free_bytes
         victims = []
-        for digest, resident in self._residents.items():
+        for digest in candidates:
             if num_slots and free_bytes >= num_bytes:
                 break
-            if not resident.num_holds:
-                victims.append(digest)
-                num_slots, free_bytes = num_slots + 1, free_bytes + resident.num_bytes
+            victims.append(digest)
+            num_slots, free_bytes = num_slots + 1, free_bytes + self._residents[digest].num_bytes
         return victims if num_slots and free_bytes >= num_bytes else None
+
+    def _stop_waiting_for_room(self) -> None:
+        self._leaving, self._overtakes = frozenset(), 0
 
     def _evict(self, digest: str) -> int:
         resident = self._residents.pop(digest)

@@ -23,7 +23,7 @@ from router.placement.placer import Assignment, Placer
 from router.placement.worker_selection import NoDecodeWorker, Placement, PlacementReason
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.errors import InvariantError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, WorkerId

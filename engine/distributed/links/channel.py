@@ -20,6 +20,7 @@ from tandem.errors import ConfigError
 
 _HEADER = struct.Struct("<BI")
 MOST_PAYLOAD_BYTES = 1 << 30
+_KEPT_BYTES = 16 << 20
 _MAX_FDS = 1
 
 
@@ -114,9 +115,10 @@ class RankChannel:
             number, size = _HEADER.unpack(self._header)
             if size > self.most_bytes:
                 raise RankLost(f"{self._peer} announces {size} bytes; at most {self.most_bytes} are accepted")
-            if len(self._payload) < size:
-                self._payload = bytearray(size)
-            payload = memoryview(self._payload)[:size]
+            buffer = self._payload if len(self._payload) >= size else bytearray(size)
+            if size <= _KEPT_BYTES:  # a larger one is rare, and goes with its message
+                self._payload = buffer
+            payload = memoryview(buffer)[:size]
             if self._fill(payload) < size:
                 return None
             return ChannelKind(number), payload, fds[0] if fds else None

@@ -20,11 +20,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from engine.model.checkpoints.mapped_file import MappedFile
-from engine.model.files import ModelDirectory, parse_json_object
+from engine.model.checkpoints.mapped_file import HeldFile, MappedFile
+from engine.model.files import ModelDirectory
 from engine.model.shard import TensorSlice
 from engine.model.spec import ModelSpec
 from tandem.errors import ConfigError
+from tandem.model_files import parse_json_object
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Largest header that the format permits."""
@@ -66,12 +67,23 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One checked, memory-mapped file."""
+    """One checked file: memory-mapped, or read into memory."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = MappedFile(path, kind="safetensors", min_bytes=_LENGTH_BYTES)
-        self.name = self._file.name
-        self.entries = _parse_header(self._file.data, self.name)
+    def __init__(self, file: MappedFile | HeldFile) -> None:
+        """Raises ConfigError for what is wrong with its header."""
+        self._file = file
+        self.name = file.name
+        self.entries = _parse_header(file.data, file.name)
+
+    @classmethod
+    def mapped(cls, path: Path) -> "SafetensorsFile":
+        """Map a file. Raises ConfigError."""
+        return cls(MappedFile(path, kind="safetensors", min_bytes=_LENGTH_BYTES))
+
+    @classmethod
+    def held(cls, data: bytearray, name: str) -> "SafetensorsFile":
+        """A file that was read; its tensors are valid for as long as they are kept. Raises ConfigError."""
+        return cls(HeldFile(data, name=name, kind="safetensors", min_bytes=_LENGTH_BYTES))
 
     def tensor(self, entry: TensorEntry, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of its rows or columns, without a copy; valid until `close`."""
@@ -108,7 +120,7 @@ class Checkpoint:
         self._by_name: dict[str, tuple[SafetensorsFile, TensorEntry]] = {}
         try:
             for name, expected in _shards(directory).items():
-                self._add(SafetensorsFile(directory.resolve(name)), expected)
+                self._add(SafetensorsFile.mapped(directory.resolve(name)), expected)
             self._add_prefix()
         except BaseException:
             self.close()
@@ -234,7 +246,7 @@ def _shards(directory: ModelDirectory) -> dict[str, frozenset[str] | None]:
     return {file: frozenset(tensors) for file, tensors in sorted(shards.items())}
 
 
-def _parse_header(data: mmap.mmap, where: str) -> list[TensorEntry]:
+def _parse_header(data: mmap.mmap | bytearray, where: str) -> list[TensorEntry]:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > min(MAX_HEADER_BYTES, len(data) - _LENGTH_BYTES):
         raise ConfigError(f"{where}: header length {length} exceeds the file or {MAX_HEADER_BYTES}")

@@ -11,7 +11,7 @@ from router.api.frontend import Frontend
 from router.http.body.json_body import JsonBody
 from router.http.body.strict_body import StrictBody
 from router.http.routing.access import ClientAccess
-from tandem.adapter_files import checked_adapter_name, read_adapter
+from tandem.adapters.files import checked_adapter_name, read_adapter
 from tandem.cluster_state.entries import MAX_ADAPTER_PATH_BYTES
 from tandem.errors import ConfigError, InvalidRequest, NotAllowed
 

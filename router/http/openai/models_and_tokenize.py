@@ -14,7 +14,7 @@ from router.http.openai.objects import ModelList, ModelObject, TextObject, Token
 from router.http.openai.schemas import DetokenizeBody, TokenizeBody
 from router.http.openai.tool_schemas import tool_use
 from router.http.routing.access import ClientAccess
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 
 
 class TextRoutes:

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 
 MEBIBYTE = 1 << 20
 

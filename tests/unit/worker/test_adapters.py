@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.adapter_files import Adapter, read_adapter
-from tandem.errors import ConfigError, InternalError, InvalidRequest, Overloaded, ServingError, Unavailable
+from tandem.adapters.files import Adapter, AdapterContent, read_adapter
+from tandem.errors import AdapterUnavailable, ConfigError, InternalError, InvalidRequest, Overloaded, ServingError
 from worker.adapters import WorkerAdapters
 
 WAIT_S = 20.0
@@ -33,16 +33,19 @@ class FakeMemory:
     wrong: dict[str, str] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def read(self, path: Path) -> FakePacked:
+    max_file_bytes: int = 1 << 20
+
+    def read(self, content: AdapterContent) -> FakePacked:
         assert self.gate.wait(WAIT_S)
-        self.read_from.append(path.name)
-        if path.name in self.wrong:
-            raise ConfigError(self.wrong[path.name])
-        return FakePacked(path.name, 3 if path.name == "large" else 1)
+        name = content.weights.decode()
+        self.read_from.append(name)
+        if name in self.wrong:
+            raise ConfigError(self.wrong[name])
+        return FakePacked(name, 3 if name == "large" else 1)
 
     def put(self, slot: int, packed: FakePacked) -> None:
         if packed.name == "broken":
-            raise ArithmeticError("a bug")
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         assert slot not in self.held
         self.held[slot] = packed.name
 
@@ -64,7 +67,7 @@ def adapters(memory: FakeMemory, *, max_waiting: int = 8, is_open: bool = True) 
 def adapter(tmp_path: Path, name: str) -> Adapter:
     path = tmp_path / name
     path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}))
     (path / "adapter_model.safetensors").write_text(name)
     return read_adapter(name, path)
 
@@ -136,8 +139,8 @@ async def test_hold_cancelled_in_the_turn_of_its_grant_holds_nothing(tmp_path: P
     ("name", "kind", "reason"),
     [
         ("odd", InvalidRequest, "adapter odd cannot be used: no such layer"),
-        ("large", InvalidRequest, r"adapter large: it takes 3 bytes, .* 2 \(engine.adapter_bytes\)"),
-        ("broken", InternalError, "adapter broken could not be loaded"),
+        ("large", InvalidRequest, "adapter large cannot be used: it takes 3 bytes, engine.adapter_bytes leaves 2"),
+        ("broken", InternalError, "the adapter could not be copied: RuntimeError"),
     ],
 )
 async def test_hold_unusable_is_refused(tmp_path: Path, name: str, kind: type[ServingError], reason: str) -> None:
@@ -151,14 +154,50 @@ async def test_hold_unusable_is_refused(tmp_path: Path, name: str, kind: type[Se
     await held.close()
 
 
+async def test_hold_unusable_is_read_once(tmp_path: Path) -> None:
+    memory = FakeMemory(wrong={"odd": "no such layer"})
+    held, wanted = adapters(memory), adapter(tmp_path, "odd")
+    for name in ("odd", "same files"):
+        with pytest.raises(InvalidRequest, match=f"adapter {name} cannot be used: no such layer"):
+            await held.hold(replace(wanted, name=name))
+    assert memory.read_from == ["odd"]
+    await held.close()
+
+
 async def test_hold_of_other_files_than_ordered_is_refused(tmp_path: Path) -> None:
-    held, wanted = adapters(FakeMemory(wrong={"b": "no such layer"})), adapter(tmp_path, "a")
-    with pytest.raises(Unavailable, match="adapter a: this worker has another version of its files"):
-        await held.hold(replace(wanted, digest="0" * 64))
-    with pytest.raises(Unavailable, match="another version"):  # what is wrong with those is nobody's fault here
-        await held.hold(replace(adapter(tmp_path, "b"), digest="0" * 64))
-    with pytest.raises(Unavailable, match="adapter a cannot be read by this worker"):
+    memory = FakeMemory(wrong={"b": "no such layer"})
+    held, wanted = adapters(memory), adapter(tmp_path, "a")
+    for other in (wanted, adapter(tmp_path, "b")):  # what is wrong with those is nobody's fault here
+        with pytest.raises(AdapterUnavailable, match="this worker has another version of the adapter's files"):
+            await held.hold(replace(other, digest="0" * 64))
+    with pytest.raises(AdapterUnavailable, match="this worker cannot read the files of the adapter"):
         await held.hold(replace(wanted, path=tmp_path / "nowhere"))
+    (wanted.path / "adapter_model.safetensors").write_text("a longer one")
+    with pytest.raises(AdapterUnavailable, match="cannot read the files"):  # no more is read than was ordered
+        await held.hold(wanted)
+    assert memory.read_from == []
+    await adapters(memory).hold(adapter(tmp_path, "a"))
+    await held.close()
+
+
+async def test_hold_uses_the_bytes_that_were_identified(tmp_path: Path) -> None:
+    memory = FakeMemory()
+    held, wanted = adapters(memory, is_open=False), adapter(tmp_path, "a")
+    waiting = asyncio.create_task(held.hold(wanted))
+    await asyncio.wait([waiting], timeout=0.2)
+    (wanted.path / "adapter_model.safetensors").write_text("b")
+    memory.gate.set()
+    async with asyncio.timeout(WAIT_S):
+        assert memory.held == {await waiting: "a"}
+    await held.close()
+
+
+async def test_hold_of_files_too_large_is_refused_unread(tmp_path: Path) -> None:
+    memory = FakeMemory()
+    held = adapters(memory)
+    with pytest.raises(InvalidRequest, match=r"its weights have \d+ bytes, engine.adapter_bytes admits"):
+        await held.hold(replace(adapter(tmp_path, "a"), num_bytes=memory.max_file_bytes + 1))
+    assert memory.read_from == []
     await held.close()
 
 
@@ -169,6 +208,20 @@ async def test_hold_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     await settle()
     with pytest.raises(Overloaded, match="1 requests wait for adapters"):
         await held.hold(adapter(tmp_path, "b"))
+    memory.gate.set()
+    async with asyncio.timeout(WAIT_S):
+        await waiting
+    await held.close()
+
+
+async def test_hold_of_resident_is_granted_beyond_the_bound(tmp_path: Path) -> None:
+    memory = FakeMemory()
+    held, resident = adapters(memory, max_waiting=1), adapter(tmp_path, "a")
+    await held.hold(resident)
+    memory.gate.clear()
+    waiting = asyncio.create_task(held.hold(adapter(tmp_path, "b")))
+    await settle()
+    await held.hold(resident)
     memory.gate.set()
     async with asyncio.timeout(WAIT_S):
         await waiting

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.types.request import Request
-from tandem.adapter_files import Adapter, read_adapter
+from tandem.adapters.files import Adapter, read_adapter
 from tandem.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from tandem.values.ids import BlockHash, RequestId
 from tandem.values.sampling import SamplingParams
@@ -33,7 +33,7 @@ def request(name: str, **changes: Any) -> Request:
 
 def adapter(tmp_path: Path, name: str) -> Adapter:
     (path := tmp_path / name).mkdir()
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
     (path / "adapter_model.safetensors").write_text(name)
     return read_adapter(name, path)
 

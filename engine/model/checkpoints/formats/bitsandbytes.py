@@ -20,7 +20,7 @@ from engine.model.checkpoints.packing import pack_nibbles
 from engine.model.checkpoints.safetensors_files import TensorEntry
 from engine.model.checkpoints.stored_matrix import Int8Matrix, StoredMatrix, Table16Matrix
 from engine.model.config_fields import Fields
-from engine.model.files import parse_json_object
+from tandem.model_files import parse_json_object
 
 _TABLES = ("nf4", "fp4")
 _STATE = "weight.quant_state.bitsandbytes__"

@@ -22,6 +22,7 @@ from engine.kernels.cpu.gemm import Arithmetic
 from engine.model.config import load_model_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load_model
+from tandem.adapters.files import AdapterContent, read_adapter_content
 from tests.support.engine.families import FAMILY_CASES, FamilyCase
 from tests.support.engine.lora import merged, write_adapter
 from tests.support.engine.paged_harness import Session, needs, random_tokens, reference_logits
@@ -57,6 +58,10 @@ def store(path: Path, model: Decoder, size: int = 1) -> AdapterStore:
     return AdapterStore(config, model.adapters, LoadedRanks(size), dtype="float32", capacity_bytes=1 << 24, max_rank=16)
 
 
+def content(path: Path) -> AdapterContent:
+    return read_adapter_content(path, max_bytes=1 << 24)
+
+
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
@@ -76,7 +81,7 @@ def check_mixed_batches(case: FamilyCase, kernels: str, folder: Path) -> None:
     model = load(folder / "model", kernels=kernels)
     held = store(folder / "model", model)
     for slot, path in zip((3, 9), adapters, strict=True):
-        held.put(slot, held.read(path))
+        held.put(slot, held.read(content(path)))
     session = Session(model, seed=3, num_blocks=80)
     if kernels != "torch":
         session.runner.record_graphs(max_rows=8, max_tokens=16, max_length=64)
@@ -114,7 +119,7 @@ def test_adapters_of_ranks_sum_to_the_whole(case: FamilyCase, size: int, tmp_pat
     def run(rank: int) -> Tensor:
         model = load(tmp_path / "model", group=ThreadRanks(rank, shared, meeting))
         assert model.adapters is not None
-        model.adapters.put(0, store(tmp_path / "model", model, size).read(path).ranks[rank])
+        model.adapters.put(0, store(tmp_path / "model", model, size).read(content(path)).ranks[rank])
         session = Session(model, seed=7)
         request = session.request(tokens, capacity=32)
         request.adapter_slot = 0

@@ -262,7 +262,7 @@ def test_loader_forgets_mapped_pages(tmp_path):
 
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.randn(2**20), "b": torch.randn(2**20)}, file)
-    stored = SafetensorsFile(file)
+    stored = SafetensorsFile.mapped(file)
     try:
         first, second = stored.entries
         total = float(stored.tensor(first).sum() + stored.tensor(second).sum())

@@ -106,7 +106,7 @@ def test_sharded_loading_reads_parts_at_any_offset(tmp_path, dtype) -> None:
         text += b" " * ((padding - len(text)) % 4)
         path = tmp_path / f"{padding}.safetensors"
         path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-        file = SafetensorsFile(path)
+        file = SafetensorsFile.mapped(path)
         for entry in file.entries:
             whole = tensors[entry.name]
             for part in parts:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tandem.adapter_files import Adapter
+from tandem.adapters.files import Adapter
 from tandem.cluster_state.entries import (
     MAX_ADAPTER_CHANGES,
     MAX_CHANGES,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tandem.errors import ConfigError
 from worker.decisions.adapter_slots import AdapterSlots
 
 
@@ -54,7 +55,7 @@ def test_adapter_slots_bytes_evict_several() -> None:
     slots.hold(9, "d")
     assert len(load(slots, "d", 6) or ()) == 2
     assert slots.residents == ("c", "d")
-    with pytest.raises(ValueError, match="it takes 11 bytes, and all adapters together have 10"):
+    with pytest.raises(ConfigError, match=r"it takes 11 bytes, engine.adapter_bytes leaves 10 to all"):
         slots.place("e", 11)
 
 
@@ -76,6 +77,26 @@ def test_adapter_slots_first_in_line_is_overtaken_a_bounded_number_of_times() ->
     slots.release(slot)
     assert load(slots, "a") == (slot,)
     assert [ticket for ticket, _ in slots.grants()] == [2]
+
+
+def test_adapter_slots_only_those_that_make_room_are_closed() -> None:
+    slots = AdapterSlots(capacity_bytes=3, num_slots=3)
+    held = {}
+    for ticket, digest in enumerate("abc"):
+        slots.hold(ticket, digest)
+        load(slots, digest)
+        ((_, held[digest]),) = slots.grants()
+    for ticket in (5, 6):
+        slots.hold(ticket, "a")
+    slots.hold(7, "c")
+    slots.hold(8, "d")
+    assert load(slots, "d") is None  # b has the fewest holds
+    for ticket in range(100, 100 + 2 * AdapterSlots.MOST_OVERTAKES):
+        assert slots.hold(ticket, "a") == held["a"]
+        assert (slots.hold(1000 + ticket, "b") is None) == (ticket >= 100 + AdapterSlots.MOST_OVERTAKES)
+    for _ in range(AdapterSlots.MOST_OVERTAKES + 1):
+        slots.release(held["b"])
+    assert load(slots, "d") == (held["b"],)
 
 
 def test_adapter_slots_withdrawn_is_not_wanted() -> None:

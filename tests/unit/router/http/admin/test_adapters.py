@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def write_adapter(path: Path, weights: bytes) -> None:
     path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
     (path / "adapter_model.safetensors").write_bytes(weights)
 
 

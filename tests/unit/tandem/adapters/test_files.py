@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tandem.adapter_files import Adapter, check_adapter_rank, checked_adapter_name, read_adapter
+from tandem.adapters.files import Adapter, check_adapter_rank, checked_adapter_name, read_adapter
 from tandem.errors import ConfigError, UnreadableFile
 from tandem.protocol.wire import adapter_from_pb, adapter_to_pb
 
 
 def write(path: Path, weights: bytes = b"weights", **config: Any) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | config))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16} | config))
     (path / "adapter_model.safetensors").write_bytes(weights)
     return path
 
@@ -41,11 +41,16 @@ def test_read_adapter_without_a_file_names_it(tmp_path: Path, missing: str) -> N
 
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [("{", "not JSON"), ("[]", "not a JSON object"), ('{"peft_type": "IA3"}', "peft_type must be LORA, got 'IA3'")],
+    [
+        ("{", ".* is not valid JSON"),
+        ("[]", ".* must be a JSON object"),
+        ('{"peft_type": "IA3"}', ".* peft_type must be LORA, is 'IA3'"),
+        ('{"peft_type": "LORA", "r": 8, "lora_alpha": 8, "use_dora": true}', ".* use_dora True is not supported"),
+    ],
 )
 def test_read_adapter_of_another_kind_is_refused(tmp_path: Path, config: str, reason: str) -> None:
     (write(tmp_path / "a") / "adapter_config.json").write_text(config)
-    with pytest.raises(ConfigError, match=rf"adapter_config.json: {reason}"):
+    with pytest.raises(ConfigError, match=rf"a: adapter_config.json:?{reason}"):
         read_adapter("a", tmp_path / "a")
 
 
@@ -54,7 +59,7 @@ def test_read_adapter_of_another_kind_is_refused(tmp_path: Path, config: str, re
     [
         ({"r": 65}, "r is 65, and engine.max_adapter_rank 64"),
         ({"r": 8, "rank_pattern": {"q_proj": 128}}, "rank_pattern.q_proj is 128, and engine.max_adapter_rank 64"),
-        ({"r": True}, "r must be an integer of at least 1, got True"),
+        ({"r": True}, "r must be an integer of 1 to 65536, is True"),
         ({"r": 8, "rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
     ],
 )

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.model.files import ModelDirectory
 from tandem.errors import ConfigError
+from tandem.model_files import parse_json_object
 
-CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _MAX_RANK = 65_536
 _NEUTRAL: tuple[object, ...] = (None, False, [], {}, "")
 _HARMLESS = frozenset(
@@ -35,8 +35,10 @@ _OWN_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """The scale of every matrix of an adapter."""
+    """The scale of every matrix of an adapter, and what is said of their ranks."""
 
+    ranks: Mapping[str, int]
+    """By field, e.g. `rank_pattern.q_proj`; the matrices are read as they are."""
     alpha: float
     is_rank_stabilised: bool
     alpha_pattern: Mapping[str, float]
@@ -52,9 +54,9 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
-def read_lora_config(directory: ModelDirectory) -> LoraConfig:
-    """Read the configuration of an adapter's directory. Raises ConfigError, naming the field."""
-    raw = directory.read_json(CONFIG_FILE)
+def parse_lora_config(text: bytes) -> LoraConfig:
+    """Read what `adapter_config.json` holds. Raises ConfigError, naming file and field."""
+    raw = parse_json_object(text, ADAPTER_CONFIG)
     if raw.get("peft_type") != "LORA":
         raise _error("peft_type", f"must be LORA, is {raw.get('peft_type')!r:.40}")
     if raw.get("task_type") not in (None, "CAUSAL_LM"):
@@ -69,12 +71,23 @@ def read_lora_config(directory: ModelDirectory) -> LoraConfig:
     for name, value in raw.items():
         if name not in _HARMLESS and value not in _NEUTRAL:
             raise _error(name, f"{value!r:.60} is not supported")
-    _number("r", raw.get("r"), most=_MAX_RANK)
     return LoraConfig(
+        ranks=_ranks(raw),
         alpha=_number("lora_alpha", raw.get("lora_alpha")),
         is_rank_stabilised=_switch("use_rslora", raw.get("use_rslora", False)),
         alpha_pattern=_alphas(raw.get("alpha_pattern") or {}),
     )
+
+
+def _ranks(raw: Mapping[str, Any]) -> dict[str, int]:
+    patterns = raw.get("rank_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise _error("rank_pattern", "must be an object")
+    ranks = {"r": raw.get("r")} | {f"rank_pattern.{module:.80}": rank for module, rank in patterns.items()}
+    for field, rank in ranks.items():
+        if type(rank) is not int or not 0 < rank <= _MAX_RANK:
+            raise _error(field, f"must be an integer of 1 to {_MAX_RANK}, is {rank!r:.40}")
+    return ranks
 
 
 def _alphas(given: Any) -> dict[str, float]:
@@ -102,4 +115,4 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _error(name: str, problem: str) -> ConfigError:
-    return ConfigError(f"{CONFIG_FILE}: {name} {problem}")
+    return ConfigError(f"{ADAPTER_CONFIG}: {name} {problem}")
