@@ -48,7 +48,8 @@ class Tool:
         python = ensure(self.environment, print)
         left = list(self.all_ways)
         while left:
-            code, output = _run([str(python), "-m", f"tests.tools.{self.module}", str(source), str(out), *left])
+            command = [str(python), "-m", f"tests.tools.{self.module}", str(source), str(out), *left]
+            code, output = _run(command, out)
             if code == 0:
                 return
             # The last way begun ended the tool's process: those after it get another.
@@ -60,12 +61,12 @@ class Tool:
             left = left[left.index(last) + 1 :]
 
 
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit status and last output of a tool, which is ended after `_LONGEST_S` seconds."""
+def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Exit status and last output of a tool, which is ended after `_LONGEST_S` seconds and may leave files in `folder`."""
     limit = ["timeout", "--kill-after=10", f"{_LONGEST_S:.0f}"]
     done = subprocess.run(
         [*limit, *command],
-        cwd=ROOT,
+        cwd=folder,
         env=_variables(),
         check=False,
         stdout=subprocess.PIPE,
