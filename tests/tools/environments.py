@@ -62,7 +62,7 @@ class Tool:
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Exit status and last output of a tool, which is ended after `_LONGEST_S` seconds and may leave files in `folder`."""
+    """Exit status and last output of a tool, which is ended after `_LONGEST_S` seconds and runs in `folder`."""
     limit = ["timeout", "--kill-after=10", f"{_LONGEST_S:.0f}"]
     done = subprocess.run(
         [*limit, *command],
