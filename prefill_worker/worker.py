@@ -76,6 +76,8 @@ class PrefillWorker:
         self._host = host
         self._pins = PinService(host)
         self._tasks: dict[TransferId, PrefillTask] = {}
+        self._preparing: dict[TransferId, Request] = {}
+        """Prompts that wait for what the engine needs of them: their adapter."""
         self._scoring = PromptScoringOrders(host, in_prefill_pool=True)
 
     # SessionHandler
@@ -140,7 +142,11 @@ class PrefillWorker:
             deadline_s=None if job.timeout_s is None else now_s + job.timeout_s,
             prefill_only=True,
         )
-        await self._host.prepare(request, job.adapter)
+        self._preparing[job.transfer_id] = request
+        try:
+            await self._host.prepare(request, job.adapter)
+        finally:
+            del self._preparing[job.transfer_id]
         try:
             await self._queue(job, request)
         except BaseException:
@@ -168,6 +174,11 @@ class PrefillWorker:
         except BaseException:
             del self._tasks[job.transfer_id]
             raise
+
+    def abandon(self, transfer_id: TransferId) -> None:
+        """End a `submit` that waits for its adapter: it raises Cancelled."""
+        if (request := self._preparing.get(transfer_id)) is not None:
+            self._host.release(request)
 
     def abort(self, transfer_id: TransferId) -> None:
         """Stop computing; the blocks stay pinned until the hub releases them."""

@@ -214,13 +214,15 @@ class EngineHost:
         hold = self._holds[request.request_id] = asyncio.ensure_future(self._adapters.hold(adapter))
         try:
             async with asyncio.timeout_at(request.deadline_s):
-                request.adapter_slot = await asyncio.shield(hold)
+                slot = await asyncio.shield(hold)
         except TimeoutError:
             raise DeadlineExceeded("the request's time ran out while it waited for its adapter") from None
         except asyncio.CancelledError:
-            if hold.cancelled() and request.request_id not in self._holds:
-                raise Cancelled("the request ended while it waited for its adapter") from None
-            raise
+            if not hold.cancelled() or request.request_id in self._holds:
+                raise
+        if request.request_id not in self._holds:  # maybe released in the very turn in which the adapter came
+            raise Cancelled("the request ended while it waited for its adapter")
+        request.adapter_slot = slot
 
     async def guide(self, request: Request) -> None:
         """Set the guide that the request's parameters require. Raises InvalidRequest; a grammar may take a second.

@@ -1,5 +1,7 @@
 """Routes a hub's callbacks by kind of transfer: prompts that are handed off, and prefixes that are fetched."""
 
+from typing import Protocol
+
 from kv_transfer.protocol.actions import CommitInfo
 from kv_transfer.protocol.events import BlocksBound
 from kv_transfer.protocol.messages import FirstToken, PrefillJob
@@ -44,10 +46,18 @@ class IncomingTransfers:
         self._owner(transfer_id).released(transfer_id, blocks)
 
 
+class PromptOwner(SenderOwner, Protocol):
+    """Computes prompts for other workers."""
+
+    def abandon(self, transfer_id: TransferId) -> None:
+        """Cut short a `submit` that waits, if it is one of a prompt that waits."""
+        ...
+
+
 class OutgoingTransfers:
     """SenderOwner of all outgoing transfers of a worker."""
 
-    def __init__(self, lender: Lender, prompts: SenderOwner | None = None, fetcher: Fetcher | None = None) -> None:
+    def __init__(self, lender: Lender, prompts: PromptOwner | None = None, fetcher: Fetcher | None = None) -> None:
         """`prompts`: None on a worker that computes none for others; `fetcher` fetches their prefixes."""
         self._lender = lender
         self._prompts = prompts
@@ -62,10 +72,14 @@ class OutgoingTransfers:
             raise InvalidRequest("this worker computes no prompts for others: it only serves fetches from its cache")
 
     def on_unwanted(self, transfer_id: TransferId) -> None:
-        """Cut short a `submit` that is still fetching or promoting a prefix, which is no longer wanted."""
+        """Cut short a `submit` that is no longer wanted and still waits: for its adapter, or a prefix that it fetches or
+        promotes.
+        """
         self._lender.on_unwanted(transfer_id)
         if self._fetcher is not None:
             self._fetcher.abandon(RequestId(transfer_id))
+        if self._prompts is not None:
+            self._prompts.abandon(transfer_id)
 
     def abort(self, transfer_id: TransferId) -> None:
         """See SenderOwner; a fetch from here computes nothing that could be stopped."""

@@ -17,7 +17,6 @@ from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_attempt import ReceiverOwner
 from kv_transfer.session.receiver_hub import ReceiverHub
 from kv_transfer.session.receiver_link import Dialer
-from kv_transfer.session.sender_attempt import SenderOwner
 from kv_transfer.session.sender_hub import SenderHub
 from kv_transfer.session.stats import TransferStats
 from kv_transfer.transports.catalogue import open_receivers, open_senders
@@ -32,7 +31,7 @@ from worker.kv_exchange.fetch import FetchStats
 from worker.kv_exchange.fetcher import Fetcher
 from worker.kv_exchange.lender import Lender
 from worker.kv_exchange.migration_target import MigrationTarget
-from worker.kv_exchange.owners import IncomingTransfers, OutgoingTransfers
+from worker.kv_exchange.owners import IncomingTransfers, OutgoingTransfers, PromptOwner
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -87,7 +86,7 @@ class FabricPlan:
     spawn: Spawn
     channels: ClusterChannels = field(default_factory=lambda: ClusterChannels(None))
     """Reach other workers."""
-    prompts: SenderOwner | None = None
+    prompts: PromptOwner | None = None
     """Computes prompts for other workers; None on a decode worker."""
     handoffs: ReceiverOwner | None = None
     """Receives prompts computed by other workers; None on a prefill worker."""

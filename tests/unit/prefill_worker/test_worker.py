@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 
 from kv_transfer.protocol.messages import PrefillJob
 from prefill_worker.worker import PrefillWorker
-from tandem.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, RequestTooLarge, ServingError
+from tandem.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestTooLarge,
+    ServingError,
+)
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
 from tandem.values.outputs import CachedTokens, PhaseTimes, SampledToken
@@ -19,7 +27,9 @@ from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 from tandem.values.worker_identity import WorkerIdentity
 from tests.support.engine import ledger
-from tests.support.engine.ledger_host import parts, settled
+from tests.support.engine.ledger_host import parts, settled, stopping
+from tests.unit.worker.test_adapters import FakeMemory
+from tests.unit.worker.test_prepared_requests import adapter, request
 from worker.engine_host import EngineHost
 from worker.session_port import SessionPort
 
@@ -277,3 +287,26 @@ async def test_prefill_worker_cancelled_prompt_costs_no_step_after_current(bench
     await bench.assert_empty()
     assert runner.num_computed <= ledger.CONFIG.prefill_chunk_tokens
     assert ("finished", TransferId("t")) not in bench.hub.reports
+
+
+async def test_prefill_worker_abandoned_prompt_waits_for_its_adapter_no_longer(tmp_path: Path) -> None:
+    memory: Any = FakeMemory(num_slots=1)
+    memory.gate.set()
+    host = EngineHost(replace(parts(), adapters=memory), on_fatal=lambda _: None)
+    worker = Bench(host, PrefillWorker(IDENTITY, host)).worker
+    host.start(on_output=worker.on_output, ports=tuple)
+    async with stopping(host):
+        one, other = (adapter(tmp_path, name) for name in "ab")
+        await host.prepare(first := request("first"), one)
+        worker.abandon(TransferId("first"))  # none that waits: nothing happens
+        waiting = asyncio.create_task(worker.submit(job("gone", adapter=other)))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert (await host.load()).num_waiting == 1
+        worker.abandon(TransferId("gone"))
+        with pytest.raises(Cancelled, match="ended while it waited for its adapter"):
+            await waiting
+        assert (await host.load()).num_waiting == 0
+        host.release(first)
+        async with asyncio.timeout(WAIT_S):
+            await worker.submit(job("next", adapter=other))
+        worker.release(TransferId("next"))

@@ -72,6 +72,23 @@ async def test_prepare_waits_for_an_adapter_until_release_or_deadline(tmp_path: 
         host.release(again)
 
 
+async def test_prepare_released_in_the_turn_of_its_grant_holds_no_adapter(tmp_path: Path) -> None:
+    memory = FakeMemory(num_slots=1)
+    host = started(memory)
+    async with stopping(host):
+        memory.gate.clear()
+        gone = request("gone")
+        waiting = asyncio.create_task(host.prepare(gone, adapter(tmp_path, "a")))
+        await asyncio.wait([waiting], timeout=0.05)
+        (hold,) = (task for task in asyncio.all_tasks() if "WorkerAdapters.hold" in repr(task.get_coro()))
+        hold.add_done_callback(lambda _: host.release(gone))
+        memory.gate.set()
+        with pytest.raises(Cancelled, match="ended while it waited for its adapter"):
+            await waiting
+        async with asyncio.timeout(20):  # nobody holds the only slot
+            await host.prepare(request("next"), adapter(tmp_path, "b"))
+
+
 async def test_prepare_wrong_grammar_holds_no_adapter(tmp_path: Path) -> None:
     host = started(FakeMemory(num_slots=1))
     async with stopping(host):
