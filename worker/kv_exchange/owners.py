@@ -72,9 +72,7 @@ class OutgoingTransfers:
             raise InvalidRequest("this worker computes no prompts for others: it only serves fetches from its cache")
 
     def on_unwanted(self, transfer_id: TransferId) -> None:
-        """Cut short a `submit` that is no longer wanted and still waits: for its adapter, or a prefix that it fetches or
-        promotes.
-        """
+        """Cut short a `submit` that is no longer wanted and waits: for its adapter, or a prefix that comes."""
         self._lender.on_unwanted(transfer_id)
         if self._fetcher is not None:
             self._fetcher.abandon(RequestId(transfer_id))
