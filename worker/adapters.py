@@ -5,8 +5,10 @@ What is loaded, kept and evicted is decided by `worker.decisions.adapter_slots`.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
@@ -47,6 +49,17 @@ class AdapterMemory(Protocol[P]):
         """Empty a slot; on the engine's thread."""
 
 
+@dataclass(slots=True)
+class AdapterTotals:
+    """Loads since the worker's start."""
+
+    loads: int = 0
+    evictions: int = 0
+    failures: int = 0
+    load_seconds: float = 0.0
+    """From the beginning of reading to the use in the next step; waiting for room included."""
+
+
 class WorkerAdapters(Generic[P]):
     """Adapters that requests hold, and the loading of those that are not here."""
 
@@ -71,6 +84,7 @@ class WorkerAdapters(Generic[P]):
         """What is wrong with adapters that cannot be used, by digest, the newest last."""
         self._ordered: dict[str, Adapter] = {}
         """The files of those that are waited for, by digest."""
+        self.totals = AdapterTotals()
         self._changed = asyncio.Event()
         """Set when somebody has released an adapter, or waits no longer."""
         self._loading: asyncio.Task[None] | None = None
@@ -84,6 +98,16 @@ class WorkerAdapters(Generic[P]):
     def num_waiting(self) -> int:
         """Number of requests that wait for their adapter."""
         return self._slots.num_waiting
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the adapters that are loaded, of one rank."""
+        return self._slots.held_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory for adapters, of one rank."""
+        return self._slots.capacity_bytes
 
     async def hold(self, adapter: Adapter) -> int:
         """Hold an adapter: its slot, once it is loaded. Every call that returns needs one `release`.
@@ -146,7 +170,7 @@ class WorkerAdapters(Generic[P]):
             self._loading = None
 
     async def _load(self, digest: str) -> None:
-        adapter = self._ordered[digest]
+        adapter, begun_s = self._ordered[digest], time.monotonic()
         try:
             packed = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, adapter)
             if not self._slots.is_wanted(digest):
@@ -167,6 +191,9 @@ class WorkerAdapters(Generic[P]):
             self._fail(digest, InternalError(f"adapter {adapter.name} could not be loaded"))
         else:
             self._slots.loaded()
+            self.totals.loads += 1
+            self.totals.evictions += len(place.evicted)
+            self.totals.load_seconds += time.monotonic() - begun_s
             _log.info("adapter %s is loaded: %d bytes in slot %d", adapter.name, packed.num_bytes, place.slot)
 
     def _read(self, adapter: Adapter) -> P:
@@ -211,6 +238,7 @@ class WorkerAdapters(Generic[P]):
         self._fail(digest, reason)
 
     def _fail(self, digest: str, error: ServingError | ConfigError) -> None:
+        self.totals.failures += 1
         for ticket in self._slots.give_up(digest):
             waiter = self._waiters.get(ticket)
             if waiter is not None and not waiter.done():

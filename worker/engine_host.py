@@ -262,11 +262,9 @@ class EngineHost:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOAD_WAIT_S):
                 self._load = await self.call(lambda scheduler: scheduler.load())
-        adapters = self._adapters
         return load_to_pb(
             self._load,
-            resident_adapters=() if adapters is None else adapters.residents,
-            num_waiting_for_adapters=0 if adapters is None else adapters.num_waiting,
+            adapters=self._adapters,
             prefill_tokens_per_s=self.rates.settled_prefill_tokens_per_s,
             decode_step_s=self.rates.settled_decode_step_s,
             kv_bytes_per_s=self.kv_bytes_per_s,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from engine.assembly import EngineParts
 from engine.types.kv_events import Cleared, Evicted, KVEvent, Stored
@@ -13,6 +14,7 @@ from tandem.protocol.wire import layout_to_pb, logprobs_to_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity
+from worker.adapters import WorkerAdapters
 from worker.work_meter import WorkMeter
 
 _ROLES = {WorkerRole.PREFILL: pb.WORKER_ROLE_PREFILL, WorkerRole.DECODE: pb.WORKER_ROLE_DECODE}
@@ -45,10 +47,10 @@ def load_to_pb(
     kv_bytes_per_s: float,
     step_age_s: float = 0.0,
     work: pb.WorkReport | None = None,
-    resident_adapters: Sequence[str] = (),
-    num_waiting_for_adapters: int = 0,
+    adapters: WorkerAdapters[Any] | None = None,
 ) -> pb.LoadSnapshot:
     """The load report. Requests that wait for their adapter are not the engine's yet, but wait all the same."""
+    num_waiting_for_adapters = 0 if adapters is None else adapters.num_waiting
     return pb.LoadSnapshot(
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_reservations + num_waiting_for_adapters,
@@ -64,7 +66,17 @@ def load_to_pb(
         cache_tiers=[pb.CacheTier(**asdict(counts)) for counts in load.tiers],
         pins=totals_to_pb(load.pins),
         work=work,
-        resident_adapters=resident_adapters,
+        resident_adapters=() if adapters is None else adapters.residents,
+        adapters=None if adapters is None else _adapters_to_pb(adapters),
+    )
+
+
+def _adapters_to_pb(adapters: WorkerAdapters[Any]) -> pb.AdapterReport:
+    return pb.AdapterReport(
+        **asdict(adapters.totals),
+        num_waiting=adapters.num_waiting,
+        held_bytes=adapters.held_bytes,
+        capacity_bytes=adapters.capacity_bytes,
     )
 
 

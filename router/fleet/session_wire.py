@@ -17,6 +17,7 @@ from router.types.session_events import (
     TransferFailed,
 )
 from router.types.worker_view import (
+    AdapterReport,
     CacheTierLoad,
     DraftSourceTotals,
     EngineStepTotals,
@@ -322,6 +323,21 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         ),
         work=_work_from_pb(load.work) if load.HasField("work") else None,
         resident_adapters=frozenset(load.resident_adapters) if load.resident_adapters else _NO_ADAPTERS,
+        adapters=_adapters_from_pb(load) if load.HasField("adapters") else None,
+    )
+
+
+def _adapters_from_pb(load: pb.LoadSnapshot) -> AdapterReport:
+    report = load.adapters
+    return AdapterReport(
+        loads=report.loads,
+        evictions=report.evictions,
+        failures=report.failures,
+        load_seconds=report.load_seconds,
+        num_waiting=report.num_waiting,
+        num_resident=len(load.resident_adapters),
+        held_bytes=report.held_bytes,
+        capacity_bytes=report.capacity_bytes,
     )
 
 

@@ -22,7 +22,13 @@ from router.metrics.quantiles import FINE_BOUNDS_S
 from router.metrics.request_outcomes import GenAiMetrics, RequestVerdict, judge_request
 from router.metrics.stream_writers import StreamWriterMetrics
 from router.metrics.tenants import TenantLabels, UsageMetrics
-from router.metrics.worker_reports import PinMetrics, PublishMetrics, TierMetrics, TransferMetrics
+from router.metrics.worker_reports import (
+    AdapterLoadMetrics,
+    PinMetrics,
+    PublishMetrics,
+    TierMetrics,
+    TransferMetrics,
+)
 from router.placement.worker_selection import PlacementReason
 from router.tenants.usage import TenantUsage
 from router.types.worker_view import WorkerSnapshot
@@ -153,10 +159,10 @@ class RouterMetrics:
         self._add_outcomes()
         self._add_workers()
         self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
-        self._pins, self._work = PinMetrics(), WorkMetrics(model_name)
+        self._pins, self._work, self._adapters = PinMetrics(), WorkMetrics(model_name), AdapterLoadMetrics()
         self.tenants = TenantLabels()
         self.usage.label = self.tenants.label
-        shown = (self._transfers, self._tiers, self._publishing, self._pins, self._work)
+        shown = (self._transfers, self._tiers, self._publishing, self._pins, self._work, self._adapters)
         for collector in (*shown, UsageMetrics(self.usage, self.tenants)):
             self.registry.register(collector)
         self.placement = PlacementMetrics(self.registry)
@@ -334,6 +340,7 @@ class RouterMetrics:
         self._transfers.update(snapshots)
         self._tiers.update(snapshots)
         self._pins.update(snapshots)
+        self._adapters.update(snapshots)
         self._work.update(snapshots)
         self._publishing.update(tuple(snapshots))
         for snapshot in snapshots:

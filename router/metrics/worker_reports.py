@@ -1,4 +1,4 @@
-"""Metrics that workers report: KV transfers, cache tiers, pinned prefixes and Redis. Their totals are exported
+"""Metrics that workers report: KV transfers, cache tiers, pinned prefixes, adapters, Redis. Their totals are exported
 unchanged, never added up.
 
 A worker's totals begin at 0 with its process, so they never fall while it lives; a restart is a counter reset, as
@@ -11,7 +11,14 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.types.worker_view import CacheTierLoad, TransferEnds, TransferReport, TransferSide, WorkerSnapshot
+from router.types.worker_view import (
+    AdapterReport,
+    CacheTierLoad,
+    TransferEnds,
+    TransferReport,
+    TransferSide,
+    WorkerSnapshot,
+)
 
 _WORKER = ("worker", "role")
 _SIDE = (*_WORKER, "direction")
@@ -272,6 +279,49 @@ class PinMetrics(Collector):
             for event in _PIN_EVENTS:
                 events.add_metric((*worker, event), getattr(pins, event))
         yield from (prefixes, blocks, limit, events)
+
+
+_ADAPTER_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "loads": ("tandem_worker_adapter_loads", "LoRA adapters that the worker loaded"),
+    "evictions": ("tandem_worker_adapter_evictions", "LoRA adapters that made room for others"),
+    "failures": (
+        "tandem_worker_adapter_failures",
+        "Loads that failed: missing or other files, or ones that do not fit the model or its memory",
+    ),
+    "load_seconds": (
+        "tandem_worker_adapter_load_seconds",
+        "Seconds from the beginning of reading an adapter to its use, of all loads",
+    ),
+}
+_ADAPTER_GAUGES: Mapping[str, tuple[str, str]] = {
+    "num_resident": ("tandem_worker_adapters", "LoRA adapters that the worker has loaded"),
+    "num_waiting": ("tandem_worker_adapter_waiting", "Requests that wait until their LoRA adapter is loaded"),
+    "held_bytes": ("tandem_worker_adapter_bytes", "Memory of the loaded adapters, of one rank"),
+    "capacity_bytes": ("tandem_worker_adapter_capacity_bytes", "Memory for adapters, of one rank"),
+}
+
+
+class AdapterLoadMetrics(Collector):
+    """Exports workers' reports on loading adapters; nothing for workers that take none."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[tuple[str, str], AdapterReport]] = []
+
+    def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+        """Replace the reports to export."""
+        self._shown = [
+            ((snapshot.info.key.worker_id, snapshot.info.role.value), report)
+            for snapshot in snapshots
+            if (report := snapshot.load.adapters) is not None
+        ]
+
+    def collect(self) -> Iterable[Metric]:
+        for figures, kind in ((_ADAPTER_COUNTERS, CounterMetricFamily), (_ADAPTER_GAUGES, GaugeMetricFamily)):
+            for field, (name, text) in figures.items():
+                family = kind(name, text, labels=_WORKER)
+                for labels, report in self._shown:
+                    family.add_metric(labels, getattr(report, field))
+                yield family
 
 
 class PublishMetrics(Collector):

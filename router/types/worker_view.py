@@ -215,6 +215,22 @@ class EngineWorkReport(Struct, frozen=True, kw_only=True):
     """By source, those that have drafted; empty also where the worker's version does not report them."""
 
 
+class AdapterReport(Struct, frozen=True, kw_only=True):
+    """A worker's loading of LoRA adapters: totals since its start, and what it holds."""
+
+    loads: int
+    evictions: int
+    failures: int
+    load_seconds: float
+    """From the beginning of reading to the use in the next step, of all loads."""
+    num_waiting: int
+    """Requests that wait for their adapter."""
+    num_resident: int
+    held_bytes: int
+    """Of one rank."""
+    capacity_bytes: int
+
+
 class WorkerLoad(Struct, frozen=True, kw_only=True):
     """A worker's latest load report. A rate of 0 was not measured often enough yet."""
 
@@ -247,6 +263,8 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
     """None for a worker that does not report it."""
     resident_adapters: frozenset[str] = frozenset()
     """Digests of the LoRA adapters that it has loaded."""
+    adapters: AdapterReport | None = None
+    """None for a worker that takes no adapters, or does not report it."""
 
 
 class WorkerSnapshot(Struct, frozen=True, kw_only=True):

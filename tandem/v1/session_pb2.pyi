@@ -412,7 +412,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "num_reserved", "cache_tiers", "context_tokens", "transfers", "report_number", "redis_publishing", "step_age_s", "pins", "work", "resident_adapters")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "num_reserved", "cache_tiers", "context_tokens", "transfers", "report_number", "redis_publishing", "step_age_s", "pins", "work", "resident_adapters", "adapters")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -432,6 +432,7 @@ class LoadSnapshot(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -451,7 +452,26 @@ class LoadSnapshot(_message.Message):
     pins: _pins_pb2.PinReport
     work: WorkReport
     resident_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., redis_publishing: _Optional[_Union[RedisPublisherReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ..., resident_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    adapters: AdapterReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., redis_publishing: _Optional[_Union[RedisPublisherReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ..., resident_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Union[AdapterReport, _Mapping]] = ...) -> None: ...
+
+class AdapterReport(_message.Message):
+    __slots__ = ("loads", "evictions", "failures", "load_seconds", "num_waiting", "held_bytes", "capacity_bytes")
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    loads: int
+    evictions: int
+    failures: int
+    load_seconds: float
+    num_waiting: int
+    held_bytes: int
+    capacity_bytes: int
+    def __init__(self, loads: _Optional[int] = ..., evictions: _Optional[int] = ..., failures: _Optional[int] = ..., load_seconds: _Optional[float] = ..., num_waiting: _Optional[int] = ..., held_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkReport(_message.Message):
     __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token", "step_sizes", "drafts")

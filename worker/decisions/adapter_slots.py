@@ -59,6 +59,10 @@ class AdapterSlots:
         return tuple(self._residents)
 
     @property
+    def held_bytes(self) -> int:
+        return self.capacity_bytes - self._free_bytes
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

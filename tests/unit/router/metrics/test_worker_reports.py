@@ -121,6 +121,20 @@ def test_transfer_metrics_migrated_blocks_by_outcome() -> None:
     assert value(metrics, "tandem_worker_inherited_blocks_total", outcome="other") == 2
 
 
+def test_adapter_metrics_export_worker_reports() -> None:
+    metrics = RouterMetrics("m")
+    report = pb.AdapterReport(
+        loads=7, evictions=3, failures=1, load_seconds=2.5, num_waiting=4, held_bytes=5, capacity_bytes=9
+    )
+    load = load_from_pb(pb.LoadSnapshot(adapters=report, resident_adapters=["a", "b"]))
+    metrics.worker_loads([worker("d", load=load), worker("none", load=load_from_pb(pb.LoadSnapshot()))])
+    assert value(metrics, "tandem_worker_adapter_loads_total", worker="d") == 7
+    assert value(metrics, "tandem_worker_adapter_load_seconds_total", worker="d") == 2.5
+    assert value(metrics, "tandem_worker_adapters", worker="d") == 2
+    assert value(metrics, "tandem_worker_adapter_waiting", worker="d") == 4
+    assert b'tandem_worker_adapters{role="decode",worker="none"' not in metrics.render()
+
+
 def test_no_metric_names_a_worker_that_left() -> None:
     metrics = RouterMetrics("m")
     metrics.worker_loads([worker("gone-7f3a", load=load_from_pb(reported(num_bytes=100)))])
