@@ -15,6 +15,7 @@ from rich.text import Text
 
 from tandem.errors import ConfigError
 from tandem_bench import report
+from tandem_bench.adapters import options as adapter_options
 from tandem_bench.engine import options as engine_options
 from tandem_bench.errors import CannotMeasure, require_extra
 from tandem_bench.report import Row
@@ -52,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     _add_soak_options(subjects.add_parser("soak", help="growth of every process under a mixed load; two hours"))
     isolation = subjects.add_parser("isolation", help="what TTFT tells one tenant of another's prompts; 3 minutes")
     _add_isolation_options(isolation)
+    adapters = subjects.add_parser("adapters", help="what LoRA adapters cost, and where their requests land; 3 minutes")
+    adapter_options.add_options(adapters)
     scale = subjects.add_parser("scale", help="a thousand workers, thousands of streams, and storms; 8 minutes")
     _add_scale_options(scale)
     return made
@@ -254,6 +257,12 @@ async def _isolation(options: argparse.Namespace, rows: list[Row], err: Console)
     await measure(options, rows, out=_out(), err=err)
 
 
+async def _adapters(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.adapters.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
 async def _scale(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
     from tandem_bench.scale.measure import measure
 
@@ -282,6 +291,7 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "recovery": _recovery,
     "soak": _soak,
     "isolation": _isolation,
+    "adapters": _adapters,
     "scale": _scale,
 }
 _SUBJECT_EXTRAS: Mapping[str, str] = {"spine": "transformers", "telemetry": "opentelemetry.proto"}

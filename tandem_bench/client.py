@@ -19,6 +19,7 @@ from tandem_bench.prompts import Prompt
 class Completion:
     """Answer to one request, and the times of its parts."""
 
+    request_id: str
     token_ids: tuple[int, ...]
     cached_tokens: int
     first_token_s: float
@@ -54,11 +55,13 @@ class Client:
         salt: str = "bench",
         temperature: float = 0.0,
         seed: int | None = None,
+        model: str | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> Completion:
         """Request a completion of full length, greedy by default. Raises RequestFailed.
 
-        `on_tokens` is called with the number of tokens of each message as it arrives.
+        `model`: the name of an adapter; None: the served model. `on_tokens` is called with the number of tokens of each
+        message as it arrives.
         """
         body = {
             "prompt": prompt.body,
@@ -70,6 +73,7 @@ class Client:
             "cache_salt": salt,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({} if model is None else {"model": model}),
         }
         try:
             return await self._stream(body, on_tokens)
@@ -136,10 +140,12 @@ class _Reader:
         self._cached_tokens = 0
         self._prefill_s = 0.0
         self._transfer_s = 0.0
+        self._request_id = ""
 
     def read(self, chunk: dict[str, Any], now_s: float) -> None:
         if "error" in chunk:
             raise RequestFailed(str(chunk["error"].get("message")))
+        self._request_id = chunk["id"]
         for choice in chunk["choices"]:
             self._take(choice.get("token_ids") or [], now_s)
         if usage := chunk.get("usage"):
@@ -162,6 +168,7 @@ class _Reader:
 
     def completion(self) -> Completion:
         return Completion(
+            request_id=self._request_id,
             token_ids=tuple(self._tokens),
             cached_tokens=self._cached_tokens,
             first_token_s=self._first_s,

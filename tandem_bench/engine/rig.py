@@ -76,9 +76,12 @@ class Rig:
 
         Raises EngineFailed, and the scheduler's errors for rejected requests.
         """
+        slots = job.adapter_slots or (-1,) * len(job.prompts)
         running = _RunningJob(
             job,
-            requests=[self._request(prompt, job.num_tokens) for prompt in job.prompts],
+            requests=[
+                self._request(prompt, job.num_tokens, slot) for prompt, slot in zip(job.prompts, slots, strict=True)
+            ],
             newcomers=[self._request(prompt, 1) for prompt in job.newcomers],
             call=self._engine.call,
         )
@@ -93,7 +96,7 @@ class Rig:
         self._job = None
         return running.outcome(self._model_s() - model_before_s)
 
-    def _request(self, prompt: Sequence[int], num_tokens: int) -> Request:
+    def _request(self, prompt: Sequence[int], num_tokens: int, adapter_slot: int = -1) -> Request:
         return Request(
             request_id=RequestId(f"bench-{next(self._ids)}"),
             token_ids=array("i", prompt),
@@ -101,6 +104,7 @@ class Rig:
             params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
             hash_root=self._root,
             arrival_s=time.perf_counter(),
+            adapter_slot=adapter_slot,
         )
 
     def _on_step(self, output: StepOutput) -> None:

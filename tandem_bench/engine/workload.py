@@ -27,6 +27,8 @@ class Job:
 
     prompts: tuple[Tokens, ...]
     num_tokens: int
+    adapter_slots: tuple[int, ...] = ()
+    """Slot of the adapter of each prompt, -1 for none; empty: none has one."""
     newcomers: tuple[Tokens, ...] = ()
     """Prompts that arrive one after another while the others decode: see tandem_bench.peers.host."""
 

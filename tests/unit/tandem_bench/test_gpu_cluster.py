@@ -18,7 +18,15 @@ GPU = Stage(device="cuda", shape="8b", seed=0, deadline_s=0.0)
 
 
 def completion(*tokens: int) -> Completion:
-    return Completion(token_ids=tokens, cached_tokens=0, first_token_s=1.0, gaps_s=(), prefill_s=0.0, transfer_s=0.0)
+    return Completion(
+        request_id="cmpl-1",
+        token_ids=tokens,
+        cached_tokens=0,
+        first_token_s=1.0,
+        gaps_s=(),
+        prefill_s=0.0,
+        transfer_s=0.0,
+    )
 
 
 @pytest.mark.parametrize(

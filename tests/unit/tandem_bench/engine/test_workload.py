@@ -64,6 +64,12 @@ def test_random_prompts_are_reproducible_with_distinct_prefixes() -> None:
 
 def test_arrivals_are_restored_from_stream_gaps() -> None:
     answer = Completion(
-        token_ids=(1, 2, 3, 4), cached_tokens=0, first_token_s=1.0, gaps_s=(0.5, 0.25), prefill_s=0.0, transfer_s=0.0
+        request_id="cmpl-1",
+        token_ids=(1, 2, 3, 4),
+        cached_tokens=0,
+        first_token_s=1.0,
+        gaps_s=(0.5, 0.25),
+        prefill_s=0.0,
+        transfer_s=0.0,
     )
     assert arrivals(answer) == (1.0, 1.0, 1.5, 1.75)

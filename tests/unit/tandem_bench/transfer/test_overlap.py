@@ -33,5 +33,13 @@ def test_overlap_time_line_is_to_scale() -> None:
 
 
 def test_overlap_phases_come_from_workers() -> None:
-    answer = Completion(token_ids=(1,), cached_tokens=0, first_token_s=1.5, gaps_s=(), prefill_s=1.25, transfer_s=0.125)
+    answer = Completion(
+        request_id="cmpl-1",
+        token_ids=(1,),
+        cached_tokens=0,
+        first_token_s=1.5,
+        gaps_s=(),
+        prefill_s=1.25,
+        transfer_s=0.125,
+    )
     assert Phases.from_answer(answer) == Phases(prefill_s=1.25, exposed_s=0.125, first_token_s=1.5)
