@@ -102,11 +102,14 @@ class ConnectionWatch:
         self._timer.cancel()
 
     def _check(self) -> None:
-        for connection in self.table.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
-            connection.give_up()
-        for connection in list(self.table.asking):
-            connection.notice_leave()
-        self._timer = self._loop.call_later(self._check_s, self._check)
+        try:
+            for connection in self.table.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
+                connection.give_up()
+            for connection in list(self.table.asking):
+                connection.notice_leave()
+        finally:
+            # Whatever one connection does, the others keep their timeouts.
+            self._timer = self._loop.call_later(self._check_s, self._check)
 
 
 class Connection(HttpToolsProtocol):
@@ -334,15 +337,22 @@ class Connection(HttpToolsProtocol):
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:
     """Whether the kernel knows that the client has hung up, which it does before all data is read."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
-    return bool(poll.poll(0))
+    return (found := _poll(transport, _HUNG_UP)) is None or found
 
 
 def _has_come(transport: asyncio.Transport) -> bool:
     """Whether there is data that the event loop has not seen yet."""
+    return _poll(transport, select.POLLIN) or False
+
+
+def _poll(transport: asyncio.Transport, events: int) -> bool | None:
+    """Whether the kernel reports any of these events; None once the socket is closed, which TLS does before it says
+    so."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or (descriptor := sock.fileno()) < 0:
+        return None
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    poll.register(descriptor, events)
     return bool(poll.poll(0))
 
 
