@@ -79,12 +79,25 @@ class ConnectionWatch:
         gone = self.table.opened(connection, self.now_s())
         if gone is None:
             return True
-        if self.now_s() - self._warned_s >= _WARN_EVERY_S:
-            self._warned_s = self.now_s()
-            _log.warning("%d connections are open: closing the one idle longest", self.table.limits.most)
+        self._warn_full()
         if gone is not connection:
             gone.give_up()
         return gone is not connection
+
+    def make_room(self, num_beside: int) -> bool:
+        """Close the connection idle longest if there could be no other beside `num_beside` that are not open yet; False
+        when all have a request in progress."""
+        if len(self.table) + num_beside < self.table.limits.most:
+            return True
+        self._warn_full()
+        if (gone := self.table.remove_idlest()) is not None:
+            gone.give_up()
+        return gone is not None
+
+    def _warn_full(self) -> None:
+        if self.now_s() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = self.now_s()
+            _log.warning("%d connections are open: closing the one idle longest", self.table.limits.most)
 
     def refused(self, error: ServingError) -> None:
         """Log a malformed request, at a bounded rate: any client could otherwise fill the disk with such lines."""
