@@ -406,7 +406,7 @@ class ChoiceRun:
             self._health.lost(self, key, self._request)
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
-        self._assignment = None
+        self._assignment, self._adopting = None, False
         self._placer.release(assignment)
         self._progress.excluded[assignment.decode] = assignment.port
         health, is_blameless = self._health, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)

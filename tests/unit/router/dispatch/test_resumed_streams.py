@@ -75,6 +75,41 @@ async def test_worker_lost_during_adoption_is_replaced() -> None:
         router.assert_idle()
 
 
+async def test_tokens_generated_again_after_a_lost_adoption_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = FakeWorker("d0")
+    dying._give_away = lambda adopt: dying.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
+    async with gated(dying, FakeWorker("d1", incarnation=2)) as (gate, router):
+        adopted, charged = list[object](), list[int]()
+        monkeypatch.setattr(gate.queue.admission, "adopted", adopted.append)
+        monkeypatch.setattr(gate.queue.admission, "generated", lambda _, num_tokens=1: charged.append(num_tokens))
+        answer = asyncio.create_task(collect(gate.generate(continued())))
+        await dying.adoptions.get()
+        await dying.crash()
+        assert await answer == {0: whole()}
+        assert not adopted
+        assert sum(charged) == LENGTH
+        router.assert_idle()
+
+
+async def test_full_worker_after_a_lost_adoption_is_not_asked_again_at_once() -> None:
+    async def full_at_first(submission: Submission) -> None:
+        if full.submissions.qsize() == 1:
+            submission.refuse("Overloaded", retry_after_s=0.01)
+        else:
+            await answer(submission)
+
+    dying = FakeWorker("d0")
+    dying._give_away = lambda adopt: dying.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
+    full = FakeWorker("d1", incarnation=2, script=full_at_first)
+    async with cluster(dying, full) as router:
+        collected = asyncio.create_task(collect(router.generate(continued())))
+        await dying.adoptions.get()
+        await dying.crash()
+        assert await collected == {0: whole()}
+        assert router.observed.retries == ["worker_lost", "refused"]
+        router.assert_idle()
+
+
 async def test_former_reader_is_superseded_without_cancelling() -> None:
     held = asyncio.Event()
 
