@@ -6,8 +6,9 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 
+from router.fleet.worker_session import WorkerSession
 from router.types.requests import ResumePoint, RoutedRequest
-from tandem.errors import RequestTooLarge, StreamTaken, Unavailable
+from tandem.errors import InvalidRequest, RequestTooLarge, StreamTaken, Unavailable
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason
@@ -175,6 +176,35 @@ async def test_resumed_stream_belongs_to_latest_reader(resumptions: int) -> None
         readers[-1].cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         router.assert_idle()
+
+
+async def test_stream_continued_too_often_is_refused_and_goes_on() -> None:
+    """Attempt numbers are of 32 bits, and what a worker has seen is not reused."""
+    most = (1 << 16) - 1
+    worker = FakeWorker("d0", script=begun)
+    async with cluster(worker) as router:
+        former = continued(worker=9, num_tokens=0, resumptions=most)
+        async with aclosing(router.generate(former)) as stream:
+            await anext(stream)
+            assert router.dispatcher.num_inflight == 1
+            with pytest.raises(InvalidRequest, match=f"continued {most} times"):
+                await collect(router.generate(former))
+            worker.submissions.get_nowait().give(whole()[2:], first_index=2, finish=FinishReason.LENGTH)
+            assert [t.token_id for delta in [d async for d in stream] for t in delta.tokens] == whole()[2:]
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("seen_at", [1, 9], ids=["adopt", "submit"])
+async def test_attempt_that_no_message_can_carry_leaves_nothing_behind(seen_at: int) -> None:
+    async with cluster(FakeWorker("d0")) as router:
+        with pytest.raises(ValueError, match="out of range"):
+            await collect(router.generate(continued(worker=seen_at, resumptions=1 << 16)))
+        router.assert_idle()
+        session = router.registry.port(router.registry.snapshots()[0].info.key)
+        assert isinstance(session, WorkerSession)
+        assert not session._attempts
+        assert not session._readers
+        assert await collect(router.generate(routed(max_tokens=LENGTH))) == {0: whole()}
 
 
 async def test_two_continuations_have_distinct_handoffs() -> None:
