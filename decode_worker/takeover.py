@@ -127,6 +127,9 @@ class Takeovers:
         refuse_order(*former, StreamTaken("the client has taken this stream elsewhere"))
         if task is not None:
             send_all(task)
+            if task.phase is TaskPhase.REROUTING:
+                # The former router was asked for a route, and this one knows of no hand-off.
+                self._go_on_here(task)
 
     def _pass_on(self, task: DecodeTask | None, port: SessionPort, order: pb.TakeOver) -> tuple[SessionPort, str, int]:
         """Give a stream to another router's session; returns the port, request and attempt that it belonged to."""

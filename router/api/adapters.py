@@ -5,6 +5,7 @@ name the later counts, so that they may arrive twice, late, and in any order. No
 an adapter with the first request for it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -18,6 +19,9 @@ from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 _REMEMBERED_MS = 3_600_000
 """How long an unloaded adapter is remembered: until every other router has long heard of it."""
 _SHOWN_CHARS = 100
+_STORE_AGAIN_S = 1.0
+"""Time between two tries to write changes that could not be written."""
+_log = logging.getLogger(__name__)
 
 
 def matches(patterns: Sequence[str] | None, name: str) -> bool:
@@ -29,11 +33,12 @@ class AdapterChanges(Protocol):
     """Keeps the changes of the router processes that share a host's ports."""
 
     def read(self) -> Iterable[AdapterChange]:
-        """Return the changes that this process may not have seen; empty when there are none. Does not wait."""
+        """Return the changes that this process may not have seen; empty when there are none. Does not wait. Raises
+        OSError."""
         ...
 
     def write(self, changes: Iterable[AdapterChange]) -> None:
-        """Add changes of this process; when this returns, every other process's `read` returns them."""
+        """Add changes of this process; when this returns, every other process's `read` returns them. Raises OSError."""
         ...
 
 
@@ -59,6 +64,11 @@ class ServedAdapters:
         self._configured = {adapter.name: adapter for adapter in configured}
         self._served = dict(self._configured)
         self._changes: dict[str, AdapterChange] = {}
+        self._unwritten: dict[str, AdapterChange] = {}
+        """Changes that the store does not have yet."""
+        self._tried_s = 0.0
+        self._faults: dict[str, str] = {}
+        """What was logged last about the store."""
         self._may_use = may_use
         self._wall_clock = wall_clock
 
@@ -130,13 +140,41 @@ class ServedAdapters:
         return tuple(self._changes.values())
 
     def merge(self, changes: Iterable[AdapterChange]) -> None:
-        """Merge changes that other routers know; processes that share the ports see them from now on."""
+        """Merge changes that other routers know; processes that share the ports see them from now on, or once the
+        store works again."""
         if (news := self._merged(changes)) and self.store is not None:
-            self.store.write(news)
+            self._unwritten |= {change.name: change for change in news}
+            self._write(self.store)
 
     def _catch_up(self) -> None:
-        if self.store is not None and (changes := self.store.read()):
+        if self.store is None:
+            return
+        try:
+            changes = self.store.read()
+        except OSError as error:
+            self._report("read", str(error))
+        else:
+            self._report("read", "")
             self._merged(changes)
+        if self._unwritten and not 0.0 <= self._wall_clock() - self._tried_s < _STORE_AGAIN_S:
+            self._write(self.store)
+
+    def _write(self, store: AdapterChanges) -> None:
+        self._tried_s = self._wall_clock()
+        try:
+            store.write(self._unwritten.values())
+        except OSError as error:
+            self._report("write", str(error))
+        else:
+            self._report("write", "")
+            self._unwritten.clear()
+
+    def _report(self, what: str, fault: str) -> None:
+        """Log what is wrong with the store, once."""
+        if self._faults.get(what, "") != fault:
+            self._faults[what] = fault
+            if fault:
+                _log.error("cannot %s the changes of adapters that processes of this host share: %s", what, fault)
 
     def _change(self, name: str, adapter: Adapter | None) -> None:
         before, now_ms = self._changes.get(name), int(self._wall_clock() * 1e3)

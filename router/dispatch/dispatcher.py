@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from router.dispatch.adapter_use import AdapterUse
 from router.dispatch.admission_queue import AdmissionQueue, AdmittedRequest, CountedSink
 from router.dispatch.beam_run import BeamRun
+from router.dispatch.choices.choice_run import MAX_RESUMPTIONS
 from router.dispatch.choices.context import DispatchContext, DispatchSettings
 from router.dispatch.choices.hedging import Hedging
 from router.dispatch.choices.observer import DispatchObserver, SilentObserver
@@ -24,7 +25,7 @@ from router.dispatch.request_run import RequestRun
 from router.placement.placer import Placer
 from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest, TokenAccount
 from router.workers.health import WorkerHealth
-from tandem.errors import InvariantError
+from tandem.errors import InvalidRequest, InvariantError
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import RequestId
 
@@ -189,7 +190,8 @@ class Dispatcher:
     def _register(self, request: RoutedRequest, account: TokenAccount | None) -> tuple[RequestRun, RequestRun | None]:
         """Make the request's run; return it with the stream's former one, whose place it takes.
 
-        There is one where a client reconnects before this router has noticed that it disconnected.
+        There is one where a client reconnects before this router has noticed that it disconnected. Raises
+        InvalidRequest when that has happened too often.
         """
         former = self._runs.get(request.request_id)
         if former is not None and not request.resume:
@@ -197,6 +199,8 @@ class Dispatcher:
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempt numbers continue from
             # there.
+            if former.resumptions >= MAX_RESUMPTIONS:
+                raise InvalidRequest(f"this stream has been continued {MAX_RESUMPTIONS} times")
             request = replace(request, resumptions=former.resumptions + 1)
         context = self._context if request.only_worker is None else self._unseen
         context.budget.earn()

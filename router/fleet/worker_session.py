@@ -265,19 +265,24 @@ class WorkerSession:
 
     def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
         self._require_room()
-        former, handle = self._begin(order.request_id, order.attempt, reader)
-        self._queue(submit_to_pb(order, handle, self.info.protocol_version))
+        handle = self._new_handle()
+        message = submit_to_pb(order, handle, self.info.protocol_version)
+        former = self._begin(order.request_id, order.attempt, handle, reader)
+        self._queue(message)
         self._cancel_former(order.request_id, former)
 
     def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()
+        message = score_prompt_to_pb(order)
         self._scorings[order.request_id] = _Scoring(number=order.attempt, deliver=deliver)
-        self._send(score_prompt_to_pb(order))
+        self._send(message)
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None:
         self._require_room()
-        former, handle = self._begin(request_id, attempt, reader)
-        self._send(take_over_to_pb(request_id, attempt, num_shown, handle))
+        handle = self._new_handle()
+        message = take_over_to_pb(request_id, attempt, num_shown, handle)
+        former = self._begin(request_id, attempt, handle, reader)
+        self._send(message)
         self._cancel_former(request_id, former)
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
@@ -314,17 +319,17 @@ class WorkerSession:
         if len(self._outgoing) >= self._settings.max_queued_submits:
             raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
 
-    def _begin(self, request_id: RequestId, number: int, reader: AttemptReader) -> tuple[int | None, int]:
-        """Register an attempt; return the number of the earlier one at the same choice whose place it takes, if any,
-        and its handle.
-        """
+    def _new_handle(self) -> int:
+        self._num_handles += 1
+        return self._num_handles
+
+    def _begin(self, request_id: RequestId, number: int, handle: int, reader: AttemptReader) -> int | None:
+        """Register an attempt; return the number of the earlier one at the same choice whose place it takes, if any."""
         former = self._attempts.get(request_id)
         self._forget(request_id)
-        self._num_handles += 1
-        handle = self._num_handles
         self._attempts[request_id] = _Attempt(number=number, handle=handle, reader=reader)
         self._readers[handle] = reader
-        return None if former is None else former.number, handle
+        return None if former is None else former.number
 
     def _cancel_former(self, request_id: RequestId, number: int | None) -> None:
         """Cancel the attempt that another has taken the place of. One that the worker has passed on to the other no

@@ -4,16 +4,23 @@ The file has every change since the processes were started. A process looks whet
 names an adapter, so that a client's next request finds what the last one loaded, whichever process serves it.
 """
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from tandem.adapters.files import Adapter
 from tandem.cluster_state.entries import AdapterChange
+
+_LONGEST_LOCK_S = 0.25
+"""Time limit of waiting for the lock, which is on the event loop: its holder may have been stopped."""
+_PAUSE_S = 1e-3
 
 
 class _Line(msgspec.Struct):
@@ -36,6 +43,7 @@ class AdapterFile:
         self._path = folder / "adapters.json"
         self._lock = folder / "adapters.lock"
         self._seen: tuple[int, int, int] | None = None
+        self._is_stuck = False
 
     def read(self) -> tuple[AdapterChange, ...]:
         """Return all changes if any was made since the last call. Raises OSError."""
@@ -51,7 +59,7 @@ class AdapterFile:
         return changes
 
     def write(self, changes: Iterable[AdapterChange]) -> None:
-        """Merge changes into the file. Raises OSError."""
+        """Merge changes into the file. Raises OSError, also when another process keeps it locked."""
         with self._locked():
             merged = {change.name: change for change in self._load()}
             for change in changes:
@@ -75,8 +83,24 @@ class AdapterFile:
     def _locked(self) -> Iterator[None]:
         """Keep other processes from writing, for as long as it takes to write a small file."""
         with open(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            self._wait_for(file)
             yield
+
+    def _wait_for(self, file: IO[bytes]) -> None:
+        """Lock the file. Raises TimeoutError; after one, the next try does not wait."""
+        ends_s = time.monotonic() + (0.0 if self._is_stuck else _LONGEST_LOCK_S)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= ends_s:
+                    self._is_stuck = True
+                    held = f"another router process has kept it locked for {_LONGEST_LOCK_S:g} s"
+                    raise TimeoutError(errno.ETIMEDOUT, held, str(self._path)) from None
+                time.sleep(_PAUSE_S)
+            else:
+                self._is_stuck = False
+                return
 
 
 def _line(change: AdapterChange) -> _Line:

@@ -17,6 +17,9 @@ _ENTRY_BYTES = CHANGES_BYTES + 64
 _ROLE_BYTES = 1 << 16
 """Maximum bytes of a reply to ROLE, which lists all replicas."""
 
+_SENTINEL_BYTES = 1 << 14
+"""Maximum bytes of what a sentinel says of a master."""
+
 
 class ReplyTooLarge(ValueError):
     """A reply is larger than anything that Tandem writes."""
@@ -74,4 +77,6 @@ def _contents(command: Sequence[str | bytes | int]) -> int:
             return len(logs) // 2 * (_FRAME_BYTES + count * _ENTRY_BYTES)
         case ["ROLE"]:
             return _ROLE_BYTES
+        case ["SENTINEL", "MASTER", _]:
+            return _SENTINEL_BYTES
     return 0

@@ -7,6 +7,7 @@ Peers prove that they belong to the cluster by a token derived from its secret; 
 import asyncio
 import hmac
 import logging
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from tandem.rpc.tls_check import check_peer
 
 TOKEN_KEY = "tandem-cluster-token"  # noqa: S105  # the header's name
 MAX_MESSAGE_BYTES = 32 << 20
+_MOST_CONNECTIONS = 1 << 16
 
 # Names as in gRPC core's channel_arg_names.h: a misspelt key is ignored in silence.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -32,6 +34,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Whoever has not said by then that it speaks HTTP/2, or TLS, is closed; gRPC's default is two minutes.
+    ("grpc.server_handshake_timeout_ms", 15_000),
     # Two servers must never share a port by accident: the second one fails at once.
     ("grpc.so_reuseport", 0),
 )
@@ -193,9 +197,19 @@ def _channel(address: str, credentials: ClusterCredentials | None, library: Any 
     return library.secure_channel(address, credentials.grpc_channel(), options=options)
 
 
-def make_server(auth: ClusterAuth) -> grpc.aio.Server:
-    """Create a server for the cluster's own processes only; add servicers, bind with `listen`, start it."""
-    return grpc.aio.server(interceptors=(auth,), options=SERVER_OPTIONS)
+def make_server(auth: ClusterAuth, *, max_connections: int | None = None) -> grpc.aio.Server:
+    """Create a server for the cluster's own processes only; add servicers, bind with `listen`, start it.
+
+    `max_connections`: further ones are closed; None for half of the files that this process may open.
+    """
+    return grpc.aio.server(interceptors=(auth,), options=_server_options(max_connections))
+
+
+def _server_options(max_connections: int | None = None) -> tuple[tuple[str, int], ...]:
+    if max_connections is None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_connections = _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(files // 2, _MOST_CONNECTIONS)
+    return (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections))
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, credentials: Any = None) -> int:
@@ -225,7 +239,7 @@ async def serve_health(stack: AsyncExitStack, host: str, port: int | None, takes
     """
     if port is None:
         return
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=_server_options())
     server.add_generic_rpc_handlers((health_handler(takes_work),))
     listen(server, host, port)
     await server.start()

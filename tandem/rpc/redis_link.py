@@ -5,8 +5,8 @@ command. An answer larger than anything that Tandem writes is such a failure, to
 answer Refusal. A circuit breaker decides when to connect again; changes of state are logged, not every failure.
 
 With sentinels each new connection begins with their answer to which server is the master, and with that server's own
-word that it is. While a connection is open they are asked again now and then, beside its commands: a master that only
-its clients reach would otherwise keep them for ever.
+word that it is. While a connection is open all are asked again now and then, beside its commands, and most of them
+decide: a master that only its clients and some sentinel reach would otherwise keep them for ever.
 """
 
 import asyncio
@@ -187,7 +187,7 @@ class RedisLink:
 
     async def _search_again(self, finder: MasterFinder) -> RedisSettings | None:
         try:
-            return self._settings.for_server(await finder.find())
+            return self._settings.for_server(await finder.find_by_majority())
         except NoMaster:
             return None  # no sentinel says otherwise
 

@@ -2,17 +2,21 @@
 
 The sentinel that answered last is asked first. The next one is asked when it fails, and also when it has been silent
 for a part of the time that the whole search has. An answer may be out of date, as that of a sentinel that the others do
-not reach: whoever finds no master where it points calls `try_next_sentinel_first`.
+not reach: whoever finds no master where it points calls `try_next_sentinel_first`, and while a connection is open all
+are asked (`find_by_majority`).
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from tandem.cluster_state.redis_settings import Address, SentinelSettings
 from tandem.rpc.hosts import join, split
 
 _MAX_PORT_DIGITS = 5
+_MAX_DIGITS = 20
+_Answer = TypeVar("_Answer")
 
 
 class NoMaster(Exception):
@@ -75,6 +79,49 @@ class MasterFinder:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         return None
+
+    async def find_by_majority(self) -> Address:
+        """Return the master's address by the word of most sentinels that answer in time; between equally many, by the
+        newest of their configurations. Raises NoMaster when none answers."""
+        answers = await self._ask_all(self._order, self._ask_one)
+        if not answers:
+            raise NoMaster("no sentinel names a master")
+        ((found, most), *others) = Counter(answers.values()).most_common()
+        if others and others[0][1] == most:
+            epochs = await self._ask_all(list(answers), self._ask_epoch)
+            tied = [found, *(address for address, num in others if num == most)]
+            found = max(tied, key=lambda one: max(epochs.get(by, -1) for by, named in answers.items() if named == one))
+        self._order.sort(key=lambda sentinel: answers.get(sentinel) != found)
+        return found
+
+    async def _ask_all(
+        self, sentinels: list[Address], ask: Callable[[Address], Awaitable[_Answer]]
+    ) -> dict[Address, _Answer]:
+        """Return the answers that come in time, in the order of `sentinels`."""
+        tasks = {one: asyncio.ensure_future(ask(one)) for one in sentinels}
+        try:
+            await asyncio.wait(tasks.values(), timeout=self._timeout_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        answers = {}
+        for one, task in tasks.items():
+            try:
+                answers[one] = task.result()
+            except (NoMaster, asyncio.CancelledError):
+                continue
+        return answers
+
+    async def _ask_epoch(self, sentinel: Address) -> int:
+        """Ask for the number of the configuration by which a sentinel names its master: each failover has a higher
+        one."""
+        reply = await self._ask(sentinel, ("SENTINEL", "MASTER", self._master))
+        fields = reply if isinstance(reply, list) else []
+        for name, value in zip(fields[::2], fields[1::2], strict=False):
+            if name == b"config-epoch" and isinstance(value, bytes) and value.isdigit() and len(value) <= _MAX_DIGITS:
+                return int(value)
+        raise NoMaster("not a valid Sentinel reply")
 
     async def _ask_one(self, sentinel: Address) -> Address:
         return self._parsed(await self._ask(sentinel, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master)))

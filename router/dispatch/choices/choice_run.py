@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS_BITS = 16
 """Low bits of an attempt number, which count within one reader; the higher bits tell workers a stream's readers
 apart."""
+MAX_RESUMPTIONS = (1 << 32 - _ATTEMPTS_BITS) - 1
+"""Attempt numbers are unsigned numbers of 32 bits."""
 
 
 class ChoiceRun:
@@ -123,6 +125,9 @@ class ChoiceRun:
                     raise self.final_error() from error
                 self._context.observer.retried(RetryReason.REFUSED.value)
                 continue
+            except BaseException:
+                self._placer.release(assignment)
+                raise
             self._assignment = self._awaited = assignment
             self.waiting, self._proven = None, False
             self._health.placed(self, self._workers(assignment))
@@ -198,6 +203,9 @@ class ChoiceRun:
             self._progress.record_refusal()
             self._placer.release(assignment)
             return
+        except BaseException:
+            self._placer.release(assignment)
+            raise
         self._assignment = self._awaited = assignment
         self._adopting = True
         self._context.observer.placed(assignment.placement.reason.value)
@@ -406,7 +414,7 @@ class ChoiceRun:
             self._health.lost(self, key, self._request)
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
-        self._assignment = None
+        self._assignment, self._adopting = None, False
         self._placer.release(assignment)
         self._progress.excluded[assignment.decode] = assignment.port
         health, is_blameless = self._health, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)

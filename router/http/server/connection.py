@@ -34,6 +34,8 @@ _MOST_BEHIND_BODY = 256 << 20
 """Bytes read and discarded after an answer that came before its request's body had ended."""
 _MOST_AHEAD = 64
 """Pipelined requests without an answer; a small one takes a hundred times its bytes here."""
+_FRAMING = (b"content-length", b"transfer-encoding")
+"""Headers of a request with a body."""
 CLOSE_HEADER = (b"connection", b"close")
 """Header of an answer after which the connection is closed."""
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -77,12 +79,25 @@ class ConnectionWatch:
         gone = self.table.opened(connection, self.now_s())
         if gone is None:
             return True
-        if self.now_s() - self._warned_s >= _WARN_EVERY_S:
-            self._warned_s = self.now_s()
-            _log.warning("%d connections are open: closing the one idle longest", self.table.limits.most)
+        self._warn_full()
         if gone is not connection:
             gone.give_up()
         return gone is not connection
+
+    def make_room(self, num_beside: int) -> bool:
+        """Close the connection idle longest if there could be no other beside `num_beside` that are not open yet; False
+        when all have a request in progress."""
+        if len(self.table) + num_beside < self.table.limits.most:
+            return True
+        self._warn_full()
+        if (gone := self.table.remove_idlest()) is not None:
+            gone.give_up()
+        return gone is not None
+
+    def _warn_full(self) -> None:
+        if self.now_s() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = self.now_s()
+            _log.warning("%d connections are open: closing the one idle longest", self.table.limits.most)
 
     def refused(self, error: ServingError) -> None:
         """Log a malformed request, at a bounded rate: any client could otherwise fill the disk with such lines."""
@@ -102,11 +117,14 @@ class ConnectionWatch:
         self._timer.cancel()
 
     def _check(self) -> None:
-        for connection in self.table.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
-            connection.give_up()
-        for connection in list(self.table.asking):
-            connection.notice_leave()
-        self._timer = self._loop.call_later(self._check_s, self._check)
+        try:
+            for connection in self.table.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
+                connection.give_up()
+            for connection in list(self.table.asking):
+                connection.notice_leave()
+        finally:
+            # Whatever one connection does, the others keep their timeouts.
+            self._timer = self._loop.call_later(self._check_s, self._check)
 
 
 class Connection(HttpToolsProtocol):
@@ -121,6 +139,8 @@ class Connection(HttpToolsProtocol):
     _unreported_bytes = 0
     """Bytes fed to the parser since its last callback: it collects one header of any length before it calls back."""
     _is_in_head = False
+    _is_muted = False
+    """Whether the parser is fed a head that no client has sent."""
     _is_receiving = False
     """Whether a request's head or body has begun and not ended."""
     _refused: ServingError | None = None
@@ -176,14 +196,28 @@ class Connection(HttpToolsProtocol):
             return
         self._unreported_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        except httptools.HttpParserUpgrade:
-            pass  # no other protocol is spoken here: the request is answered as if it did not ask for one
         if self._unreported_bytes > _MAX_HEAD_BYTES and self._refused is None:
             self._refused = HeadTooLarge(f"a header or chunk extension has more than {_MAX_HEAD_BYTES} bytes")
             self.send_400_response("")
+
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes of requests. No other protocol is spoken here: a request that offers to change to one is answered
+        as if it did not. Raises httptools.HttpParserError."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            if self._is_receiving:
+                # The parser takes this request's body for the other protocol: as the body of another head it is read.
+                self._is_muted = True
+                framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING]
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
+                self._is_muted = False
 
     def send_400_response(self, msg: str) -> None:
         """Answer a malformed request if no other answer is in progress, and end the connection. Called for errors of
@@ -235,12 +269,16 @@ class Connection(HttpToolsProtocol):
         self._table.read(self)
 
     def on_message_begin(self) -> None:
+        if self._is_muted:
+            return
         self._head_bytes = self._unreported_bytes = 0
         self._is_in_head = self._is_receiving = True
         self._table.head_begins(self, self.loop.time())
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._is_muted:
+            return
         self.url += url  # all that uvicorn does with it
         self._unreported_bytes = 0
         self._head_bytes += len(url)
@@ -249,6 +287,8 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header, or a trailer of a chunked body, which is ignored."""
+        if self._is_muted:
+            return
         if self._is_in_head:
             # All that uvicorn does with it.
             name = name.lower()
@@ -262,6 +302,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Pass the request to the application."""
+        if self._is_muted:
+            return
         self._unreported_bytes = 0
         try:
             check_framing(self.headers, self.parser.get_http_version())
@@ -285,6 +327,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unreported_bytes = 0
+        if self.parser.should_upgrade() and any(name in _FRAMING for name, _ in self.headers):
+            return  # only for the parser, see `_feed`
         super().on_message_complete()
         self._is_receiving = False
 
@@ -334,15 +378,22 @@ class Connection(HttpToolsProtocol):
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:
     """Whether the kernel knows that the client has hung up, which it does before all data is read."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
-    return bool(poll.poll(0))
+    return (found := _poll(transport, _HUNG_UP)) is None or found
 
 
 def _has_come(transport: asyncio.Transport) -> bool:
     """Whether there is data that the event loop has not seen yet."""
+    return _poll(transport, select.POLLIN) or False
+
+
+def _poll(transport: asyncio.Transport, events: int) -> bool | None:
+    """Whether the kernel reports any of these events; None once the socket is closed, which TLS does before it says
+    so."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or (descriptor := sock.fileno()) < 0:
+        return None
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    poll.register(descriptor, events)
     return bool(poll.poll(0))
 
 

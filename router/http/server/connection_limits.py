@@ -65,11 +65,18 @@ class ConnectionTable(Generic[ConnectionT]):
     def opened(self, connection: ConnectionT, now_s: float) -> ConnectionT | None:
         """Register a connection; return the one to close for it, itself when all others have requests in progress."""
         gone = None
-        if len(self) >= self.limits.most:
-            if (gone := self._idlest()) is None:
-                return connection
-            self.closed(gone)
+        if len(self) >= self.limits.most and (gone := self.remove_idlest()) is None:
+            return connection
         self._heads[connection] = now_s
+        return gone
+
+    def remove_idlest(self) -> ConnectionT | None:
+        """Remove and return the connection without a request for longest; None when all have one in progress."""
+        firsts = [next(iter(waiting.items())) for waiting in (self._heads, self._idle) if waiting]
+        if not firsts:
+            return None
+        gone = min(firsts, key=lambda first: first[1])[0]
+        self.closed(gone)
         return gone
 
     def head_begins(self, connection: ConnectionT, now_s: float) -> None:
@@ -123,10 +130,6 @@ class ConnectionTable(Generic[ConnectionT]):
         for connection in found:
             self.closed(connection)
         return found
-
-    def _idlest(self) -> ConnectionT | None:
-        firsts = [next(iter(waiting.items())) for waiting in (self._heads, self._idle) if waiting]
-        return min(firsts, key=lambda first: first[1])[0] if firsts else None
 
 
 def _older(waiting: dict[ConnectionT, float], than_s: float) -> list[ConnectionT]:

@@ -96,7 +96,7 @@ class HttpServer:
         self.port = self._socket.getsockname()[1]
         self._watch = ConnectionWatch(self._connections, asyncio.get_running_loop())
         if self._tls is not None:
-            self._server.secured = TlsListener(self._socket, self._tls, self._connections.limits)
+            self._server.secured = TlsListener(self._socket, self._tls, self._connections.limits, self._watch.make_room)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self
 

@@ -1,7 +1,7 @@
 """Accepts TLS connections on a listening socket.
 
-Each uses the certificates in force at that time, its handshake is bounded in time like a request's head, and no more
-handshakes run than there may be connections.
+Each uses the certificates in force at that time, its handshake is bounded in time like a request's head, and handshakes
+count as connections.
 """
 
 import asyncio
@@ -24,11 +24,19 @@ _log = logging.getLogger(__name__)
 class TlsListener:
     """Accepts connections; has the interface of the servers that uvicorn manages."""
 
-    def __init__(self, listening: socket.socket, state: ServerTlsState, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        state: ServerTlsState,
+        limits: ConnectionLimits,
+        make_room: Callable[[int], bool],
+    ) -> None:
+        """`make_room`: returns whether another connection may begin beside so many in their handshakes."""
         listening.setblocking(False)
         self._listening = listening
         self._state = state
         self._limits = limits
+        self._make_room = make_room
         self._make: Callable[[], asyncio.Protocol] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._rest: asyncio.TimerHandle | None = None
@@ -56,7 +64,7 @@ class TlsListener:
 
     def serve(self, connection: socket.socket) -> None:
         """Serve an accepted non-blocking socket, if there is room for it."""
-        if len(self._tasks) >= self._limits.most:
+        if not self._make_room(len(self._tasks)):
             connection.close()
             return
         task = asyncio.get_running_loop().create_task(self._enter(connection))

@@ -249,6 +249,20 @@ async def test_redis_link_follows_sentinel_away_from_live_server(
     assert f"a new master: 127.0.0.1:{other.port}/0 (was 127.0.0.1:{one.port}/0)" in caplog.text
 
 
+async def test_redis_link_follows_most_sentinels(servers: tuple[RedisServer, RedisServer]) -> None:
+    """The one that answers first may be cut off from the others, beside a master that they have replaced."""
+    one, other = servers
+    async with FakeSentinel(points_to(one)) as cut, FakeSentinel(points_to(other)) as b, FakeSentinel(b.answer) as c:
+        rig = LinkRig(cut.address, b.address, c.address)
+        await rig.sets("a")
+        assert rig.link.display_name == f"127.0.0.1:{one.port}/0"
+        rig.now_s += RECHECK_S
+        await rig.rechecks("b")
+        await rig.sets("c")
+        assert rig.link.display_name == f"127.0.0.1:{other.port}/0"
+        await rig.link.close()
+
+
 async def test_redis_link_skips_failing_sentinels(servers: tuple[RedisServer, RedisServer]) -> None:
     one, _ = servers
     ignorant, good = FakeSentinel(b"*-1\r\n"), FakeSentinel(points_to(one, b"localhost"))

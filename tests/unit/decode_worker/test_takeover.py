@@ -282,6 +282,23 @@ async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves
         assert tokens == expected()
 
 
+async def test_takeover_after_failed_handoff_needs_no_route() -> None:
+    """The former router was asked for a route, and has no say any more."""
+    async with worker(num_steps=PLENTY) as bench:
+        bench.submit()
+        blocks = await bench.bound(await bench.started())
+        bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
+        bench.owner.released(TRANSFER, blocks)
+        await bench.next_message("transfer_failed")
+        former, bench.port = bench.port, SessionPort(Incarnation(3))
+        adopt(bench)
+        assert (await former.next()).refused.failure.code == "StreamTaken"
+        tokens: list[int] = []
+        while len(tokens) < LENGTH:
+            tokens += [t for d in (await bench.next_message("tokens")).deltas for t in d.token_ids]
+        assert tokens == expected()
+
+
 async def test_takeover_without_kept_logprobs_is_refused() -> None:
     """For a stream that was itself continued here, whose first tokens came without them."""
     async with worker() as bench:

@@ -1,6 +1,7 @@
 """Both servers over TLS: accepted clients, rotated certificates, and files refused at start."""
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -242,6 +243,24 @@ async def test_tls_handshakes_are_bounded_in_time_and_number(tls: RouterTls, tmp
             assert (await client.get("/v1/models")).status_code == 200
         for _, writer in silent:
             writer.close()
+
+
+async def test_tls_handshakes_and_connections_are_bounded_together(tls: RouterTls, tmp_path: Path) -> None:
+    limits = ConnectionLimits(most=4, head_timeout_s=WAIT_S, keep_alive_s=WAIT_S, write_timeout_s=WAIT_S)
+    async with opened(tls, limits) as (_, http, _rpc), asyncio.timeout(WAIT_S):
+        clients = [await asyncio.open_connection(LOCAL, http.port, ssl=trusting(tmp_path)) for _ in range(4)]
+        clients += [await asyncio.open_connection(LOCAL, http.port) for _ in range(4)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in clients]
+        while sum(one.done() for one in ended) < 4:
+            await asyncio.wait([one for one in ended if not one.done()], return_when=asyncio.FIRST_COMPLETED)
+        # The silent ones in their turn make no way for more of them.
+        extra = await asyncio.open_connection(LOCAL, http.port)
+        with contextlib.suppress(ConnectionError):
+            assert await extra[0].read() == b""
+        assert sum(one.done() for one in ended) == 4
+        for _, writer in [*clients, extra]:
+            writer.close()
+        await asyncio.gather(*ended, return_exceptions=True)
 
 
 @pytest.mark.parametrize("what", ["expired", "mismatch", "no key", "no cert", "no ca", "ca of the past", "absent"])

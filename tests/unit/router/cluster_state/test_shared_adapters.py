@@ -1,15 +1,19 @@
 """Changes of adapters travel in the loads that routers publish in Redis."""
 
-from collections.abc import Sequence
+import errno
+import logging
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Any, cast
+
+import pytest
 
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.api.adapters import ServedAdapters
 from router.cluster_state.redis_log_follower import ClusterStateCounts
 from router.cluster_state.redis_poll import EntryReader, LoadExchange
 from router.workers.peer_load import PeerLoads
-from tandem.cluster_state.entries import ClusterStateCodec
+from tandem.cluster_state.entries import AdapterChange, ClusterStateCodec
 from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.rpc.redis_link import Command, RedisLink, Reply
 from tandem.values.ids import Incarnation
@@ -85,3 +89,53 @@ async def test_load_exchange_adapters_reach_every_router_also_one_that_starts_la
     served[1].add(adapter_of("sql", version=2))
     await _turns(rng, *exchanges)
     assert served[0].get("sql", "") == served[2].get("sql", "") == adapter_of("sql", version=2)
+
+
+class _Store:
+    """Changes that the processes of a host share, which cannot be read or written while there is an `error`."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        self.written: list[AdapterChange] = []
+        self.num_tries = 0
+
+    def read(self) -> tuple[AdapterChange, ...]:
+        if self.error is not None:
+            raise self.error
+        return ()
+
+    def write(self, changes: Iterable[AdapterChange]) -> None:
+        self.num_tries += 1
+        if self.error is not None:
+            raise self.error
+        self.written += changes
+
+
+async def test_load_exchange_adapters_that_cannot_be_stored_are_stored_later(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="router.api.adapters")
+    redis, rng, store, now_s = _Redis(), Random(1), _Store(), 1000.0
+    served = [ServedAdapters("tiny", wall_clock=lambda: now_s) for _ in range(2)]
+    exchanges = [_exchange(redis, 10 + number) for number in range(2)]
+    for exchange, adapters in zip(exchanges, served, strict=True):
+        exchange.share_adapters(adapters)
+    served[1].store = store
+    store.error = OSError(errno.ENOSPC, "No space left on device")
+    served[0].add(adapter_of("legal"))
+    await _turns(rng, *exchanges)
+    assert served[1].get("legal", "") == adapter_of("legal"), "this process serves it"
+    served[1].add(adapter_of("sql"))
+    failures = [record.message for record in caplog.records]
+    assert len(failures) == 2, "one of reading, one of writing"
+    assert all("No space left on device" in message for message in failures)
+    num_tries = store.num_tries
+    await _turns(rng, *exchanges)
+    assert store.num_tries == num_tries, "not at every turn"
+    store.error = None
+    now_s += 5.0
+    await _turns(rng, *exchanges)
+    assert {change.name for change in store.written} == {"legal", "sql"}
+    num_tries = store.num_tries
+    now_s += 5.0
+    await _turns(rng, *exchanges)
+    assert store.num_tries == num_tries
+    assert len(caplog.records) == 2

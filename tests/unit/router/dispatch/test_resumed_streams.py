@@ -6,8 +6,9 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 
+from router.fleet.worker_session import WorkerSession
 from router.types.requests import ResumePoint, RoutedRequest
-from tandem.errors import RequestTooLarge, StreamTaken, Unavailable
+from tandem.errors import InvalidRequest, RequestTooLarge, StreamTaken, Unavailable
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason
@@ -72,6 +73,41 @@ async def test_worker_lost_during_adoption_is_replaced() -> None:
         await dying.adoptions.get()
         await dying.crash()
         assert await answer == {0: whole()}
+        router.assert_idle()
+
+
+async def test_tokens_generated_again_after_a_lost_adoption_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = FakeWorker("d0")
+    dying._give_away = lambda adopt: dying.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
+    async with gated(dying, FakeWorker("d1", incarnation=2)) as (gate, router):
+        adopted, charged = list[object](), list[int]()
+        monkeypatch.setattr(gate.queue.admission, "adopted", adopted.append)
+        monkeypatch.setattr(gate.queue.admission, "generated", lambda _, num_tokens=1: charged.append(num_tokens))
+        answer = asyncio.create_task(collect(gate.generate(continued())))
+        await dying.adoptions.get()
+        await dying.crash()
+        assert await answer == {0: whole()}
+        assert not adopted
+        assert sum(charged) == LENGTH
+        router.assert_idle()
+
+
+async def test_full_worker_after_a_lost_adoption_is_not_asked_again_at_once() -> None:
+    async def full_at_first(submission: Submission) -> None:
+        if full.submissions.qsize() == 1:
+            submission.refuse("Overloaded", retry_after_s=0.01)
+        else:
+            await answer(submission)
+
+    dying = FakeWorker("d0")
+    dying._give_away = lambda adopt: dying.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
+    full = FakeWorker("d1", incarnation=2, script=full_at_first)
+    async with cluster(dying, full) as router:
+        collected = asyncio.create_task(collect(router.generate(continued())))
+        await dying.adoptions.get()
+        await dying.crash()
+        assert await collected == {0: whole()}
+        assert router.observed.retries == ["worker_lost", "refused"]
         router.assert_idle()
 
 
@@ -140,6 +176,35 @@ async def test_resumed_stream_belongs_to_latest_reader(resumptions: int) -> None
         readers[-1].cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         router.assert_idle()
+
+
+async def test_stream_continued_too_often_is_refused_and_goes_on() -> None:
+    """Attempt numbers are of 32 bits, and what a worker has seen is not reused."""
+    most = (1 << 16) - 1
+    worker = FakeWorker("d0", script=begun)
+    async with cluster(worker) as router:
+        former = continued(worker=9, num_tokens=0, resumptions=most)
+        async with aclosing(router.generate(former)) as stream:
+            await anext(stream)
+            assert router.dispatcher.num_inflight == 1
+            with pytest.raises(InvalidRequest, match=f"continued {most} times"):
+                await collect(router.generate(former))
+            worker.submissions.get_nowait().give(whole()[2:], first_index=2, finish=FinishReason.LENGTH)
+            assert [t.token_id for delta in [d async for d in stream] for t in delta.tokens] == whole()[2:]
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("seen_at", [1, 9], ids=["adopt", "submit"])
+async def test_attempt_that_no_message_can_carry_leaves_nothing_behind(seen_at: int) -> None:
+    async with cluster(FakeWorker("d0")) as router:
+        with pytest.raises(ValueError, match="out of range"):
+            await collect(router.generate(continued(worker=seen_at, resumptions=1 << 16)))
+        router.assert_idle()
+        session = router.registry.port(router.registry.snapshots()[0].info.key)
+        assert isinstance(session, WorkerSession)
+        assert not session._attempts
+        assert not session._readers
+        assert await collect(router.generate(routed(max_tokens=LENGTH))) == {0: whole()}
 
 
 async def test_two_continuations_have_distinct_handoffs() -> None:

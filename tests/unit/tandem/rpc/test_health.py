@@ -1,5 +1,8 @@
 """A worker's health over a real gRPC server, queried as the kubelet does: without credentials."""
 
+import asyncio
+import contextlib
+
 import grpc
 import grpc.aio
 import pytest
@@ -38,3 +41,31 @@ async def test_health_needs_no_token_and_sessions_do() -> None:
             assert kept_out.value.code() is grpc.StatusCode.UNAUTHENTICATED
     finally:
         await server.stop(None)
+
+
+async def test_cluster_port_closes_connections_beyond_its_bound() -> None:
+    server = make_server(ClusterAuth(b"s" * 32), max_connections=4)
+    server.add_generic_rpc_handlers((health_handler(lambda: True),))
+    port = listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with asyncio.timeout(20.0):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+            ends = {asyncio.create_task(_read_all(reader)) for reader, _ in silent}
+            done, open_ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert (len(done), len(open_)) == (1, 4)
+            async with ClusterChannels(None).open(f"127.0.0.1:{port}") as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                await asyncio.sleep(0.1)
+                assert not check.done(), "there is no room"
+                for _, writer in silent:
+                    writer.close()
+                assert (await check).status == _SERVING
+            await asyncio.gather(*ends)
+    finally:
+        await server.stop(None)
+
+
+async def _read_all(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()

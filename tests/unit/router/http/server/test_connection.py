@@ -6,14 +6,18 @@ import inspect
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
-from router.http.server.connection_limits import ConnectionLimits
+from router.http.server.connection import Connection, ConnectionWatch
+from router.http.server.connection_limits import ConnectionLimits, ConnectionTable
 from router.http.server.http_server import HttpServer
 
 WAIT_S = 20.0
@@ -212,6 +216,68 @@ async def test_connection_pipelining_beyond_bound_is_cut_off() -> None:
         client.writer.close()
         while opened.http.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
             await asyncio.sleep(0.01)
+
+
+class ResetTransport(asyncio.Transport):
+    """Has lost its socket, like that of a TLS client that has reset its connection, and has not said so yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = asyncio.Event()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.closed.is_set()
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+
+    def close(self) -> None:
+        self.closed.set()
+
+    abort = close
+
+
+async def never(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_connection_without_socket_leaves_the_others_their_timeouts() -> None:
+    limits = ConnectionLimits(most=100, head_timeout_s=0.1, keep_alive_s=LONG_S, write_timeout_s=LONG_S)
+    watch = ConnectionWatch(ConnectionTable(limits), asyncio.get_running_loop())
+    config = uvicorn.Config(never, lifespan="off", log_config=None)
+    config.load()
+    silent, reset = ResetTransport(), ResetTransport()
+    for transport, sent in ((reset, ASK * 2), (silent, b"GET")):
+        connection = Connection(watch, config=config, server_state=ServerState(), app_state={})
+        connection.connection_made(transport)
+        connection.data_received(sent)
+    async with asyncio.timeout(WAIT_S):
+        await reset.closed.wait()
+        await silent.closed.wait()
+    watch.stop()
+
+
+async def test_connection_without_socket_closes_when_asked_to() -> None:
+    limits = ConnectionLimits(most=100, head_timeout_s=LONG_S, keep_alive_s=LONG_S, write_timeout_s=LONG_S)
+    watch = ConnectionWatch(ConnectionTable(limits), asyncio.get_running_loop())
+    config = uvicorn.Config(never, lifespan="off", log_config=None)
+    config.load()
+    for close in (Connection.leave_if_idle, Connection.close_behind_answer):
+        transport = ResetTransport()
+        connection = Connection(watch, config=config, server_state=ServerState(), app_state={})
+        connection.connection_made(transport)
+        close(connection)
+        assert transport.is_closing()
+    watch.stop()
 
 
 def test_uvicorn_does_what_was_copied_from_it() -> None:
