@@ -19,7 +19,7 @@ from router.access.access_files import AccessControl
 from router.access.tls import ServerTlsState
 from router.admission.rate_limits import RateLimiter
 from router.admission.shared_rate_limits import SharedRateLimits
-from router.api.adapters import ServedAdapters, matches
+from router.api.adapters import ServedAdapters
 from router.api.frontend import Frontend
 from router.api.relevance import completed
 from router.api.request.client_request import ModelInfo
@@ -256,7 +256,7 @@ async def _served_adapters(
         model_name,
         await asyncio.to_thread(read),
         folder=None if folder is None else Path(folder),
-        may_use=lambda tenant, name: matches(limiter.limits_for(tenant).adapters, name),
+        may_use=limiter.may_use_adapter,
     )
     if place.shared_folder is not None:
         served.store = AdapterFile(place.shared_folder)

@@ -6,8 +6,7 @@ an adapter with the first request for it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -18,11 +17,6 @@ from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 _REMEMBERED_MS = 3_600_000
 """How long an unloaded adapter is remembered: until every other router has long heard of it."""
 _SHOWN_CHARS = 100
-
-
-def matches(patterns: Sequence[str] | None, name: str) -> bool:
-    """Whether one of the patterns, in which * stands for any characters, is the name; None: every name is allowed."""
-    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class AdapterChanges(Protocol):

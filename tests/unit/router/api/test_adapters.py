@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from router.api.adapters import ServedAdapters, matches
+from router.admission.rate_limits import RateLimiter
+from router.api.adapters import ServedAdapters
 from router.api.request.client_request import ClientRequest
 from router.text.chat_template import Message
 from router.text.tokenizer import Tokenizer
 from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
+from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 from tandem.values.block_hash import root_hash
 from tests.support.router.adapters import adapter_of
@@ -118,11 +120,13 @@ def test_adapters_change_by_a_slow_clock_still_counts_after_the_earlier_one() ->
 
 
 def test_adapters_of_other_tenants_are_as_if_they_were_not_there() -> None:
-    patterns = {"a": ("team/*", "sql"), "b": (), "c": None}
+    patterns = {"a": ("team/*", "sql"), "b": (), "c": ("*",)}
+    tenants = {tenant: TenantLimits(adapters=names) for tenant, names in patterns.items()}
+    limiter = RateLimiter(LimitsConfig(tenants=tenants), clock=lambda: 0.0)
     served = ServedAdapters(
         "tiny",
         [adapter_of("sql"), adapter_of("team/legal"), adapter_of("other")],
-        may_use=lambda tenant, name: matches(patterns[tenant], name),
+        may_use=limiter.may_use_adapter,
     )
     assert [_names(served, tenant) for tenant in "abc"] == [
         ["sql", "team/legal"],
@@ -135,6 +139,19 @@ def test_adapters_of_other_tenants_are_as_if_they_were_not_there() -> None:
             served.get(name, "a")
         found.append(caught.value.message.replace(name, "NAME"))
     assert unknown == forbidden
+
+
+def test_adapters_tenant_whose_entry_names_none_has_those_of_the_default() -> None:
+    """Limits that an entry leaves out are unlimited; a permission must not come of that."""
+    limits = LimitsConfig(
+        default=TenantLimits(adapters=()),
+        tenants={"x": TenantLimits(requests_per_minute=60), "y": TenantLimits(adapters=("sql",))},
+    )
+    limiter = RateLimiter(limits, clock=lambda: 0.0)
+    allowed = {tenant: limiter.may_use_adapter(tenant, "sql") for tenant in ("x", "y", "unnamed")}
+    assert allowed == {"x": False, "y": True, "unnamed": False}
+    limiter.reconfigure(LimitsConfig(tenants=limits.tenants))
+    assert limiter.may_use_adapter("x", "sql"), "the default names none: every one"
 
 
 @pytest.mark.parametrize("path", ["/elsewhere", "../x", "link/x", "", ".", "a/../..", "a\0b", "/etc/passwd"])
