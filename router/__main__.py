@@ -65,7 +65,7 @@ from router.workers.registry import WorkerRegistry
 from tandem.adapters.files import Adapter, read_adapter
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
-from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts
+from tandem.config.worker import cluster_secret, cluster_tls, max_adapter_file_bytes, peer_hosts
 from tandem.model_path import model_directory
 from tandem.pooling_model import JudgeStyle, PoolingModel, read_pooling_model
 from tandem.process.heartbeat import Heartbeat
@@ -246,10 +246,11 @@ async def _served_adapters(
     cluster_state: RouterClusterState | None,
 ) -> ServedAdapters:
     """Identify the configured adapters, and share what is loaded later. Raises ConfigError for one whose files are
-    missing or malformed."""
+    missing or malformed, or that workers would refuse."""
+    read_one = partial(read_adapter, max_rank=config.engine.max_adapter_rank, max_bytes=max_adapter_file_bytes(config))
 
     def read() -> list[Adapter]:
-        return [read_adapter(name, Path(path).absolute()) for name, path in config.model.adapters.items()]
+        return [read_one(name, Path(path).absolute()) for name, path in config.model.adapters.items()]
 
     folder = config.model.adapter_folder
     served = ServedAdapters(
@@ -257,6 +258,7 @@ async def _served_adapters(
         await asyncio.to_thread(read),
         folder=None if folder is None else Path(folder),
         may_use=limiter.may_use_adapter,
+        read=read_one,
     )
     if place.shared_folder is not None:
         served.store = AdapterFile(place.shared_folder)

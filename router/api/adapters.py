@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from tandem.adapters.files import Adapter
+from tandem.adapters.files import Adapter, read_adapter
 from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
 from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 
@@ -41,12 +41,15 @@ class ServedAdapters:
         *,
         folder: Path | None = None,
         may_use: Callable[[str, str], bool] | None = None,
+        read: Callable[[str, Path], Adapter] = read_adapter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`folder`: the only place that adapters may be loaded from while the cluster runs, None: nowhere. `may_use`:
-        whether a tenant may use the adapter of a name; None: every tenant all of them.
+        whether a tenant may use the adapter of a name; None: every tenant all of them. `read` identifies the adapter
+        of a name by its files, and raises ConfigError for one that workers would refuse.
         """
         self.folder = folder
+        self.read = read
         self.store: AdapterChanges | None = None
         """Set before the servers open where processes share the ports."""
         self._model_name = model_name

@@ -1,16 +1,22 @@
 """Adapters that are loaded and unloaded over HTTP while the router runs."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from router.__main__ import _served_adapters
+from router.admission.rate_limits import RateLimiter
 from router.api.adapters import ServedAdapters
 from router.host_peers.adapters import AdapterFile
 from router.http.admin.adapters import MAX_ADAPTER_PATH_BYTES
 from router.text.tokenizer import Tokenizer
-from tandem.config.admission import ApiKey
-from tandem.config.cluster import RouterConfig
+from tandem.config.admission import ApiKey, LimitsConfig
+from tandem.config.cluster import ClusterConfig, RouterConfig
+from tandem.errors import ConfigError
+from tandem.process.lifetime import RouterPlace
 from tests.support.router.adapters import adapter_of
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import CHAT, HELLO, client_of, error_of
@@ -31,9 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_adapter(path: Path, weights: bytes) -> None:
+def write_adapter(path: Path, weights: bytes, **config: Any) -> None:
     path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16} | config))
     (path / "adapter_model.safetensors").write_bytes(weights)
 
 
@@ -84,6 +90,43 @@ async def test_adapter_that_cannot_be_loaded_is_refused(
         answer = await client.post(LOAD, json=body)
         assert (answer.status_code, error_of(answer)["param"] in ("lora_name", "lora_path")) == (status, True)
     assert len(parts.frontend.adapters) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "num_bytes", "named"),
+    [
+        ({"r": 65}, 10, "r is 65, and engine.max_adapter_rank 64"),
+        ({"use_dora": True}, 10, "use_dora True is not supported"),
+        ({"bias": "all"}, 10, "bias must be none, is 'all'"),
+        ({}, (8 << 20) + (2 << 20) + 1, "has 10485761 bytes, engine.adapter_bytes admits 10485760"),
+    ],
+)
+async def test_adapter_that_no_worker_would_take_is_refused_at_load_and_at_start(
+    tokenizer: Tokenizer, tmp_path: Path, config: dict[str, Any], num_bytes: int, named: str
+) -> None:
+    """1 MiB for adapters: 2 MiB in float32 beside the room for names."""
+    write_adapter(tmp_path / "sql", bytes(num_bytes), **config)
+    write_adapter(tmp_path / "fits", bytes(10 << 20))
+    settings = ClusterConfig.model_validate(
+        {"model": {"adapter_folder": str(tmp_path)}, "engine": {"adapter_bytes": 1 << 20}}
+    )
+    start = partial(
+        _served_adapters,
+        place=RouterPlace(),
+        model_name=fakes.MODEL,
+        limiter=RateLimiter(LimitsConfig(), clock=lambda: 0.0),
+        cluster_state=None,
+    )
+    parts = fakes.make_servers(tokenizer)
+    parts.frontend.adapters = await start(settings)
+    async with client_of(parts) as client:
+        answer = await client.post(LOAD, json={"lora_name": "sql", "lora_path": "sql"})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "lora_path")
+        assert named in error_of(answer)["message"]
+        assert (await client.post(LOAD, json={"lora_name": "sql", "lora_path": "fits"})).status_code == 200
+    configured = settings.model.model_copy(update={"adapters": {"sql": str(tmp_path / "sql")}})
+    with pytest.raises(ConfigError, match=named):
+        await start(settings.model_copy(update={"model": configured}))
 
 
 async def test_adapter_without_a_folder_is_refused(tokenizer: Tokenizer, folder: Path) -> None:
