@@ -103,10 +103,11 @@ class ServedAdapters:
                 param="lora_name",
             )
         if name not in self._changes and len(self._changes) >= MAX_ADAPTER_CHANGES:
-            self._forget_old()
+            self._forget()
             if len(self._changes) >= MAX_ADAPTER_CHANGES:
                 most = f"at most {MAX_ADAPTER_CHANGES} adapters beside those of model.adapters"
-                raise InvalidRequest(f"lora_name: {most}; unload others first", param="lora_name")
+                hint = "unload others first; those unloaded within the last hour count"
+                raise InvalidRequest(f"lora_name: {most}; {hint}", param="lora_name")
 
     def add(self, adapter: Adapter, *, replaces: bool = False) -> None:
         """Serve an adapter from now on, here and at the other routers. Raises as `check_new`."""
@@ -122,7 +123,7 @@ class ServedAdapters:
 
     @property
     def changes(self) -> tuple[AdapterChange, ...]:
-        """All changes since the cluster's start that this router knows, for other routers."""
+        """The changes that this router remembers, for other routers: at most MAX_ADAPTER_CHANGES, the newest first."""
         self._catch_up()
         return tuple(self._changes.values())
 
@@ -142,27 +143,40 @@ class ServedAdapters:
 
     def _merged(self, changes: Iterable[AdapterChange]) -> list[AdapterChange]:
         """Merge changes and return those that are news here."""
-        news = []
+        news, since_ms = [], self._remembered_since_ms()
         for change in changes:
             own = self._changes.get(change.name)
             if change.name == self._model_name or (own is not None and own.order >= change.order):
                 continue
+            if own is None and not self._is_remembered(change, since_ms):
+                continue  # of a router that has not forgotten it yet: or each would tell the others again
             self._changes[change.name] = change
             if change.adapter is None:
                 self._served.pop(change.name, None)
             else:
                 self._served[change.name] = change.adapter
             news.append(change)
-        return news
+        if news:
+            self._forget()
+        return [change for change in news if change.adapter is None or change.name in self._changes]
 
-    def _forget_old(self) -> None:
-        """Forget names that were unloaded long ago, except those that the configuration has."""
-        since_ms = int(self._wall_clock() * 1e3) - _REMEMBERED_MS
-        self._changes = {
-            name: change
-            for name, change in self._changes.items()
-            if change.adapter is not None or change.version > since_ms or name in self._configured
-        }
+    def _forget(self) -> None:
+        """Forget names that were unloaded long ago, except those that the configuration has; and of too many changes
+        the oldest, so that every router is told of all that are left. Such adapters are no longer served."""
+        since_ms = self._remembered_since_ms()
+        kept = [change for change in self._changes.values() if self._is_remembered(change, since_ms)]
+        kept.sort(key=lambda change: (change.name in self._configured, change.order), reverse=True)
+        for change in kept[MAX_ADAPTER_CHANGES:]:
+            if change.name not in self._configured:
+                self._served.pop(change.name, None)
+        newest_first = sorted(kept[:MAX_ADAPTER_CHANGES], key=lambda change: change.order, reverse=True)
+        self._changes = {change.name: change for change in newest_first}
+
+    def _remembered_since_ms(self) -> int:
+        return int(self._wall_clock() * 1e3) - _REMEMBERED_MS
+
+    def _is_remembered(self, change: AdapterChange, since_ms: int) -> bool:
+        return change.adapter is not None or change.version > since_ms or change.name in self._configured
 
     def _is_allowed(self, adapter: Adapter, tenant: str) -> bool:
         return self._may_use is None or self._may_use(tenant, adapter.name)

@@ -13,7 +13,10 @@ from pathlib import Path
 import msgspec
 
 from tandem.adapters.files import Adapter
-from tandem.cluster_state.entries import AdapterChange
+from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
+
+_MOST_LINES = 4 * MAX_ADAPTER_CHANGES
+"""Changes that the file keeps, the newest: more than any process remembers, which also forgets by age."""
 
 
 class _Line(msgspec.Struct):
@@ -58,7 +61,8 @@ class AdapterFile:
                 own = merged.get(change.name)
                 if own is None or own.order < change.order:
                     merged[change.name] = change
-            content = msgspec.json.encode(list(map(_line, merged.values())))
+            newest = sorted(merged.values(), key=lambda change: change.order, reverse=True)[:_MOST_LINES]
+            content = msgspec.json.encode(list(map(_line, newest)))
             new = self._path.with_suffix(".new")
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(content)

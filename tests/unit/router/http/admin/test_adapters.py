@@ -13,6 +13,7 @@ from router.api.adapters import ServedAdapters
 from router.host_peers.adapters import AdapterFile
 from router.http.admin.adapters import MAX_ADAPTER_PATH_BYTES
 from router.text.tokenizer import Tokenizer
+from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
 from tandem.config.admission import ApiKey, LimitsConfig
 from tandem.config.cluster import ClusterConfig, RouterConfig
 from tandem.errors import ConfigError
@@ -162,3 +163,12 @@ def test_adapter_file_processes_that_share_it_see_each_others_changes(tokenizer:
     late.store = AdapterFile(shared)
     assert [adapter.name for adapter in late.available("")] == ["legal"]
     assert {path.stat().st_mode & 0o777 for path in shared.iterdir()} == {0o600}
+
+
+def test_adapter_file_keeps_the_newest_changes_only(tmp_path: Path) -> None:
+    """Names come and go for as long as the processes run, and each change writes the whole file."""
+    file, reader = AdapterFile(tmp_path), AdapterFile(tmp_path)
+    names = [f"a{number}" for number in range(3000)]
+    file.write(AdapterChange(name=name, version=i, adapter=None) for i, name in enumerate(names))
+    file.write([AdapterChange(name="a7", version=9000, adapter=None)])
+    assert [change.name for change in reader.read()] == ["a7", *reversed(names[-4 * MAX_ADAPTER_CHANGES + 1 :])]
