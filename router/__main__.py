@@ -229,7 +229,10 @@ def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, 
 
 def _measure(metrics: RouterMetrics, frontend: Frontend, dispatcher: Dispatcher) -> None:
     metrics.registry.register(frontend.prompts)
-    metrics.registry.register(AdapterMetrics(dispatcher.adapters, metrics.slices.adapters, frontend.adapters))
+    adapters = frontend.adapters
+    metrics.registry.register(
+        AdapterMetrics(dispatcher.adapters, metrics.slices.adapters, adapters, is_remembered=adapters.remembers)
+    )
 
 
 def _collect_seldom() -> None:

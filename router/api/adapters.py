@@ -62,6 +62,12 @@ class ServedAdapters:
     def __len__(self) -> int:
         return len(self._served)
 
+    def remembers(self, name: str) -> bool:
+        """Whether an adapter of a name is served, or was until lately."""
+        change = self._changes.get(name)
+        lately = change is not None and self._is_remembered(change, self._remembered_since_ms())
+        return name in self._served or lately
+
     def get(self, name: str, tenant: str) -> Adapter:
         """Return the adapter of a name. Raises ModelNotFound, also where the tenant may not use it: what others may
         use is not revealed."""
