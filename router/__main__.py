@@ -41,7 +41,7 @@ from router.fleet.readiness import ReadinessCheck
 from router.fleet.shadow_scoring import SHADOW_SALT, ShadowScoring
 from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcServer, build_server
-from router.host_peers.adapters import AdapterFile
+from router.host_peers.adapters import AdapterFile, identify_once
 from router.host_peers.exchange import HostPeerExchange
 from router.host_peers.named_caches import NamedCacheExchange
 from router.host_peers.rate_limits import RateLimitFile
@@ -253,7 +253,10 @@ async def _served_adapters(
     read_one = partial(read_adapter, max_rank=config.engine.max_adapter_rank, max_bytes=max_adapter_file_bytes(config))
 
     def read() -> list[Adapter]:
-        return [read_one(name, Path(path).absolute()) for name, path in config.model.adapters.items()]
+        paths = {name: Path(path).absolute() for name, path in config.model.adapters.items()}
+        if place.shared_folder is None or not paths:
+            return [read_one(name, path) for name, path in paths.items()]
+        return identify_once(place.shared_folder, paths, read_one)
 
     folder = config.model.adapter_folder
     served = ServedAdapters(
