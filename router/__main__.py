@@ -19,7 +19,7 @@ from router.access.access_files import AccessControl
 from router.access.tls import ServerTlsState
 from router.admission.rate_limits import RateLimiter
 from router.admission.shared_rate_limits import SharedRateLimits
-from router.api.adapters import ServedAdapters, matches
+from router.api.adapters import ServedAdapters
 from router.api.frontend import Frontend
 from router.api.relevance import completed
 from router.api.request.client_request import ModelInfo
@@ -41,7 +41,7 @@ from router.fleet.readiness import ReadinessCheck
 from router.fleet.shadow_scoring import SHADOW_SALT, ShadowScoring
 from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcServer, build_server
-from router.host_peers.adapters import AdapterFile
+from router.host_peers.adapters import AdapterFile, identify_once
 from router.host_peers.exchange import HostPeerExchange
 from router.host_peers.named_caches import NamedCacheExchange
 from router.host_peers.rate_limits import RateLimitFile
@@ -65,7 +65,7 @@ from router.workers.registry import WorkerRegistry
 from tandem.adapters.files import Adapter, read_adapter
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
-from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts
+from tandem.config.worker import cluster_secret, cluster_tls, max_adapter_file_bytes, peer_hosts
 from tandem.model_path import model_directory
 from tandem.pooling_model import JudgeStyle, PoolingModel, read_pooling_model
 from tandem.process.heartbeat import Heartbeat
@@ -229,7 +229,10 @@ def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, 
 
 def _measure(metrics: RouterMetrics, frontend: Frontend, dispatcher: Dispatcher) -> None:
     metrics.registry.register(frontend.prompts)
-    metrics.registry.register(AdapterMetrics(dispatcher.adapters, metrics.slices.adapters, frontend.adapters))
+    adapters = frontend.adapters
+    metrics.registry.register(
+        AdapterMetrics(dispatcher.adapters, metrics.slices.adapters, adapters, is_remembered=adapters.remembers)
+    )
 
 
 def _collect_seldom() -> None:
@@ -246,17 +249,22 @@ async def _served_adapters(
     cluster_state: RouterClusterState | None,
 ) -> ServedAdapters:
     """Identify the configured adapters, and share what is loaded later. Raises ConfigError for one whose files are
-    missing or malformed."""
+    missing or malformed, or that workers would refuse."""
+    read_one = partial(read_adapter, max_rank=config.engine.max_adapter_rank, max_bytes=max_adapter_file_bytes(config))
 
     def read() -> list[Adapter]:
-        return [read_adapter(name, Path(path).absolute()) for name, path in config.model.adapters.items()]
+        paths = {name: Path(path).absolute() for name, path in config.model.adapters.items()}
+        if place.shared_folder is None or not paths:
+            return [read_one(name, path) for name, path in paths.items()]
+        return identify_once(place.shared_folder, paths, read_one)
 
     folder = config.model.adapter_folder
     served = ServedAdapters(
         model_name,
         await asyncio.to_thread(read),
         folder=None if folder is None else Path(folder),
-        may_use=lambda tenant, name: matches(limiter.limits_for(tenant).adapters, name),
+        may_use=limiter.may_use_adapter,
+        read=read_one,
     )
     if place.shared_folder is not None:
         served.store = AdapterFile(place.shared_folder)

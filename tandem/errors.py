@@ -10,6 +10,7 @@ ServingError
 ├── NotAllowed                403  a valid key without the right; or a web page of another origin
 ├── Overloaded                429  a bounded queue or limit is full; carries Retry-After
 ├── Unavailable               503  no healthy worker can take it now; carries Retry-After
+│   └── AdapterUnavailable    503  a worker lacks a LoRA adapter's files; retried at others before a client sees it
 ├── DeadlineExceeded          504
 ├── Cancelled                 499  the client left
 ├── StreamTaken               409  the client reads the stream elsewhere

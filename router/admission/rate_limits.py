@@ -7,6 +7,7 @@ on other hosts is counted as soon as it is reported (`router.admission.shared_ra
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple, Self
 
@@ -216,6 +217,13 @@ class RateLimiter:
     def limits_for(self, tenant: str) -> TenantLimits:
         """Return a tenant's own limits, or the default."""
         return self._config.tenants.get(tenant, self._config.default)
+
+    def may_use_adapter(self, tenant: str, name: str) -> bool:
+        """Whether a tenant may use the adapter of a name. A permission, unlike the limits: a tenant whose entry names
+        no adapters has those of the default."""
+        own = self.limits_for(tenant).adapters
+        patterns = self._config.default.adapters if own is None else own
+        return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def priority(self, tenant: str, wanted: int) -> int:
         """Return the priority that a tenant's request gets: `wanted`, or the tenant's best where that is worse."""

@@ -7,12 +7,11 @@ an adapter with the first request for it.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from tandem.adapters.files import Adapter
+from tandem.adapters.files import Adapter, read_adapter
 from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
 from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 
@@ -22,11 +21,6 @@ _SHOWN_CHARS = 100
 _STORE_AGAIN_S = 1.0
 """Time between two tries to write changes that could not be written."""
 _log = logging.getLogger(__name__)
-
-
-def matches(patterns: Sequence[str] | None, name: str) -> bool:
-    """Whether one of the patterns, in which * stands for any characters, is the name; None: every name is allowed."""
-    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class AdapterChanges(Protocol):
@@ -52,12 +46,15 @@ class ServedAdapters:
         *,
         folder: Path | None = None,
         may_use: Callable[[str, str], bool] | None = None,
+        read: Callable[[str, Path], Adapter] = read_adapter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`folder`: the only place that adapters may be loaded from while the cluster runs, None: nowhere. `may_use`:
-        whether a tenant may use the adapter of a name; None: every tenant all of them.
+        whether a tenant may use the adapter of a name; None: every tenant all of them. `read` identifies the adapter
+        of a name by its files, and raises ConfigError for one that workers would refuse.
         """
         self.folder = folder
+        self.read = read
         self.store: AdapterChanges | None = None
         """Set before the servers open where processes share the ports."""
         self._model_name = model_name
@@ -74,6 +71,12 @@ class ServedAdapters:
 
     def __len__(self) -> int:
         return len(self._served)
+
+    def remembers(self, name: str) -> bool:
+        """Whether an adapter of a name is served, or was until lately."""
+        change = self._changes.get(name)
+        lately = change is not None and self._is_remembered(change, self._remembered_since_ms())
+        return name in self._served or lately
 
     def get(self, name: str, tenant: str) -> Adapter:
         """Return the adapter of a name. Raises ModelNotFound, also where the tenant may not use it: what others may
@@ -116,10 +119,11 @@ class ServedAdapters:
                 param="lora_name",
             )
         if name not in self._changes and len(self._changes) >= MAX_ADAPTER_CHANGES:
-            self._forget_old()
+            self._forget()
             if len(self._changes) >= MAX_ADAPTER_CHANGES:
                 most = f"at most {MAX_ADAPTER_CHANGES} adapters beside those of model.adapters"
-                raise InvalidRequest(f"lora_name: {most}; unload others first", param="lora_name")
+                hint = "unload others first; those unloaded within the last hour count"
+                raise InvalidRequest(f"lora_name: {most}; {hint}", param="lora_name")
 
     def add(self, adapter: Adapter, *, replaces: bool = False) -> None:
         """Serve an adapter from now on, here and at the other routers. Raises as `check_new`."""
@@ -135,7 +139,7 @@ class ServedAdapters:
 
     @property
     def changes(self) -> tuple[AdapterChange, ...]:
-        """All changes since the cluster's start that this router knows, for other routers."""
+        """The changes that this router remembers, for other routers: at most MAX_ADAPTER_CHANGES, the newest first."""
         self._catch_up()
         return tuple(self._changes.values())
 
@@ -183,27 +187,40 @@ class ServedAdapters:
 
     def _merged(self, changes: Iterable[AdapterChange]) -> list[AdapterChange]:
         """Merge changes and return those that are news here."""
-        news = []
+        news, since_ms = [], self._remembered_since_ms()
         for change in changes:
             own = self._changes.get(change.name)
             if change.name == self._model_name or (own is not None and own.order >= change.order):
                 continue
+            if own is None and not self._is_remembered(change, since_ms):
+                continue  # of a router that has not forgotten it yet: or each would tell the others again
             self._changes[change.name] = change
             if change.adapter is None:
                 self._served.pop(change.name, None)
             else:
                 self._served[change.name] = change.adapter
             news.append(change)
-        return news
+        if news:
+            self._forget()
+        return [change for change in news if change.adapter is None or change.name in self._changes]
 
-    def _forget_old(self) -> None:
-        """Forget names that were unloaded long ago, except those that the configuration has."""
-        since_ms = int(self._wall_clock() * 1e3) - _REMEMBERED_MS
-        self._changes = {
-            name: change
-            for name, change in self._changes.items()
-            if change.adapter is not None or change.version > since_ms or name in self._configured
-        }
+    def _forget(self) -> None:
+        """Forget names that were unloaded long ago, except those that the configuration has; and of too many changes
+        the oldest, so that every router is told of all that are left. Such adapters are no longer served."""
+        since_ms = self._remembered_since_ms()
+        kept = [change for change in self._changes.values() if self._is_remembered(change, since_ms)]
+        kept.sort(key=lambda change: (change.name in self._configured, change.order), reverse=True)
+        for change in kept[MAX_ADAPTER_CHANGES:]:
+            if change.name not in self._configured:
+                self._served.pop(change.name, None)
+        newest_first = sorted(kept[:MAX_ADAPTER_CHANGES], key=lambda change: change.order, reverse=True)
+        self._changes = {change.name: change for change in newest_first}
+
+    def _remembered_since_ms(self) -> int:
+        return int(self._wall_clock() * 1e3) - _REMEMBERED_MS
+
+    def _is_remembered(self, change: AdapterChange, since_ms: int) -> bool:
+        return change.adapter is not None or change.version > since_ms or change.name in self._configured
 
     def _is_allowed(self, adapter: Adapter, tenant: str) -> bool:
         return self._may_use is None or self._may_use(tenant, adapter.name)

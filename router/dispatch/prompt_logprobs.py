@@ -22,7 +22,14 @@ from router.types.session_events import (
 )
 from router.types.worker_view import WorkerKey
 from router.workers.registry import FAILURE_PENALTY_S
-from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
+from tandem.errors import (
+    AdapterUnavailable,
+    DeadlineExceeded,
+    InternalError,
+    RequestTooLarge,
+    ServingError,
+    Unavailable,
+)
 from tandem.protocol.session_versions import ADAPTERS_SINCE, POOLING_SINCE
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import RequestId
@@ -176,6 +183,8 @@ class PromptScorer:
             registry.penalise(key, FAILURE_PENALTY_S)
         else:
             breakers.released(key)
+            if isinstance(found, AdapterUnavailable) and order.adapter is not None:
+                context.placer.adapters.refused(order.adapter, key, context.clock())
         return found
 
 

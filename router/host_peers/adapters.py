@@ -1,6 +1,7 @@
-"""Shares the adapters that are loaded and unloaded among the router processes of one host, in a file.
+"""Shares adapters among the router processes of one host: those of the configuration, and those that are loaded and
+unloaded while the processes run, in a file each.
 
-The file has every change since the processes were started. A process looks whether it has changed whenever a request
+The latter has every change since the processes were started. A process looks whether it has changed whenever a request
 names an adapter, so that a client's next request finds what the last one loaded, whichever process serves it.
 """
 
@@ -8,7 +9,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -16,8 +17,10 @@ from typing import IO
 import msgspec
 
 from tandem.adapters.files import Adapter
-from tandem.cluster_state.entries import AdapterChange
+from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
 
+_MOST_LINES = 4 * MAX_ADAPTER_CHANGES
+"""Changes that the file keeps, the newest: more than any process remembers, which also forgets by age."""
 _LONGEST_LOCK_S = 0.25
 """Time limit of waiting for the lock, which is on the event loop: its holder may have been stopped."""
 _PAUSE_S = 1e-3
@@ -66,11 +69,9 @@ class AdapterFile:
                 own = merged.get(change.name)
                 if own is None or own.order < change.order:
                     merged[change.name] = change
-            content = msgspec.json.encode(list(map(_line, merged.values())))
-            new = self._path.with_suffix(".new")
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(content)
-            new.replace(self._path)
+            newest = sorted(merged.values(), key=lambda change: change.order, reverse=True)[:_MOST_LINES]
+            content = msgspec.json.encode(list(map(_line, newest)))
+            _replace(self._path, content)
 
     def _load(self) -> tuple[AdapterChange, ...]:
         try:
@@ -101,6 +102,38 @@ class AdapterFile:
             else:
                 self._is_stuck = False
                 return
+
+
+def identify_once(folder: Path, paths: Mapping[str, Path], read: Callable[[str, Path], Adapter]) -> list[Adapter]:
+    """Return the configured adapters, by name and directory, as the first process of this host has identified them.
+
+    Only that one reads the files, while the others wait for it; one that starts again serves what its siblings do, also
+    where the files have changed since. Raises OSError, and what `read` raises.
+    """
+    path = folder / "configured_adapters.json"
+    with open(os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600), "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            lines = _LINES.decode(path.read_bytes())
+        except (FileNotFoundError, msgspec.DecodeError):
+            lines = []
+        known = {one.name: one for line in lines if (one := _change(line).adapter) is not None}
+        found = [
+            one if (one := known.get(name)) is not None and one.path == place else read(name, place)
+            for name, place in paths.items()
+        ]
+        # Version 0: these are no changes.
+        changes = (AdapterChange(name=one.name, version=0, adapter=one) for one in found)
+        _replace(path, msgspec.json.encode(list(map(_line, changes))))
+    return found
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file for its user only, which others read as a whole or not at all."""
+    new = path.with_suffix(".new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+    new.replace(path)
 
 
 def _line(change: AdapterChange) -> _Line:

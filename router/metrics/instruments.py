@@ -147,6 +147,11 @@ class LabelledHistogram(Collector):
             self._counts[labels][bisect_left(self._bounds, value)] += 1
             self._sums[labels] += value
 
+    def remove(self, *labels: str) -> None:
+        """End the series with these labels; no-op where there is none."""
+        self._counts.pop(labels, None)
+        self._sums.pop(labels, None)
+
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for labels, counts in self._counts.items():

@@ -92,7 +92,6 @@ class SliceMetrics:
         self._tenant = LabelledHistogram(
             "tandem_tenant_ttft_seconds", "Time to first token by tenant", _TENANT, ("tenant",)
         )
-        self.adapters = AdapterLabels()
         self._adapter_ttft = LabelledHistogram(
             "tandem_adapter_ttft_seconds", "Time to first token by LoRA adapter", _TENANT, ("adapter",)
         )
@@ -102,6 +101,8 @@ class SliceMetrics:
             _SECONDS,
             ("adapter",),
         )
+        by_adapter = (self._adapter_ttft, self._adapter_time)
+        self.adapters = AdapterLabels(by_adapter)
         sources = (_COMPUTED, *CachedTokens._fields)
         self._sources = LabelledCounter(
             "tandem_prompt_tokens_by_source",
@@ -115,7 +116,6 @@ class SliceMetrics:
             ("finished_reason",),
             known=[(reason.value,) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
         )
-        by_adapter = (self._adapter_ttft, self._adapter_time)
         for collector in (
             self._phases, self._ttft, self._tpot, self._tenant, self._sources, self._structured, *by_adapter
         ):  # fmt: skip

@@ -5,13 +5,16 @@ alike: the greatest value wins, because it is the latest. Of gauges that every p
 wins.
 
 All of them write with prometheus_client, with labels in the same order, so that the text before the value identifies a
-series: labels need not be parsed.
+series: labels need not be parsed, except of the one metric that lists names in them.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.utils import floatToGoString
+
+from router.metrics.adapters import REQUESTS_INFO, merged_requests_info
 
 _OF_WORKERS = (
     "tandem_worker",
@@ -40,6 +43,7 @@ _LEAST_GAUGES = frozenset({"tandem_redis_up", "tandem_member_certificate_not_aft
 _CREATED = "_created"
 _HELP, _TYPE = "# HELP ", "# TYPE "
 _KINDS = frozenset({"counter", "gauge", "histogram"})
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(slots=True)
@@ -77,7 +81,16 @@ def merge(texts: Sequence[bytes]) -> bytes:
     families: dict[str, _Family] = {}
     for text in texts:
         _read(text.decode(), families)
+    if (info := families.get(REQUESTS_INFO)) is not None and info.values:
+        info.values = _merged_info(info.values)
     return "".join([line for family in families.values() for line in family.lines()]).encode()
+
+
+def _merged_info(values: Mapping[str, float]) -> dict[str, float]:
+    """Make one series of those with different names in their labels; names of adapters need no quoting."""
+    merged = merged_requests_info(dict(_LABEL.findall(series)) for series in values)
+    labels = ",".join(f'{label}="{value}"' for label, value in merged.items())
+    return {f"{REQUESTS_INFO}{{{labels}}}": max(values.values())}
 
 
 def _read(text: str, families: dict[str, _Family]) -> None:

@@ -105,8 +105,12 @@ _REPORTED_AFTER_S = 2.0
 """Time from the end of a load until it is certain that a report shows it."""
 
 
+ADAPTER_REFUSED_S = 10.0
+"""Time for which a worker that lacked an adapter's files is avoided for that adapter: they may be on their way."""
+
+
 class AdapterHolders:
-    """Adapters that this router's requests have made workers load.
+    """Adapters that this router's requests have made workers load, and those that workers have refused.
 
     A worker's load report says what it has loaded. What this router has sent it since counts, too, until a report can
     show it: otherwise each of the first requests for an adapter would make another worker load it.
@@ -116,23 +120,42 @@ class AdapterHolders:
         """`bytes_per_s`: the rate at which workers are assumed to load adapters."""
         self._bytes_per_s = bytes_per_s
         self._expected_until_s: dict[tuple[str, WorkerKey], float] = {}
+        self._refused_until_s: dict[tuple[str, WorkerKey], float] = {}
 
     def sent(self, adapter: Adapter | None, workers: Iterable[WorkerKey], now_s: float) -> None:
         """Record that a request for an adapter was sent to workers, which load it if they lack it; None: for none."""
         if adapter is None:
             return
-        self._forget_late(now_s)
+        self._expected_until_s = _without_late(self._expected_until_s, now_s)
         for worker in workers:
             self._expected_until_s[adapter.digest, worker] = now_s + self._load_s(adapter) + _REPORTED_AFTER_S
 
+    def refused(self, adapter: Adapter, worker: WorkerKey, now_s: float) -> None:
+        """Record that a worker lacks an adapter's files, or has others: for a while it is avoided for that adapter."""
+        self._expected_until_s.pop((adapter.digest, worker), None)
+        self._refused_until_s = _without_late(self._refused_until_s, now_s)
+        self._refused_until_s[adapter.digest, worker] = now_s + ADAPTER_REFUSED_S
+
+    def refused_by(self, adapter: Adapter, now_s: float) -> set[WorkerKey]:
+        """Return the workers that are avoided for an adapter."""
+        return {
+            worker
+            for (digest, worker), until_s in self._refused_until_s.items()
+            if digest == adapter.digest and until_s > now_s
+        }
+
     def load_ms(self, adapter: Adapter, view: ClusterView, now_s: float) -> list[float]:
         """Return the time that each worker would take to load an adapter, by slot; 0 where it is loaded, or will be
-        for an earlier request."""
+        for an earlier request. Where it is refused, it is not loaded before that time is over."""
         found = [0.0] * view.num_slots
         load_ms, digest = 1e3 * self._load_s(adapter), adapter.digest
         for pool in (view.decode, view.prefill):
             for info, load, slot in zip(pool.members.infos, pool.loads, pool.members.slot_list, strict=True):
-                if digest not in load.resident_adapters and not self._is_expected(digest, info.key, now_s):
+                if digest in load.resident_adapters:
+                    continue
+                if (refused_s := self._refused_until_s.get((digest, info.key), now_s) - now_s) > 0.0:
+                    found[slot] = load_ms + 1e3 * refused_s
+                elif not self._is_expected(digest, info.key, now_s):
                     found[slot] = load_ms
         return found
 
@@ -142,10 +165,10 @@ class AdapterHolders:
     def _is_expected(self, digest: str, worker: WorkerKey, now_s: float) -> bool:
         return self._expected_until_s.get((digest, worker), now_s) > now_s
 
-    def _forget_late(self, now_s: float) -> None:
-        """Forget expectations that are over, whenever there might be many."""
-        if len(self._expected_until_s) >= 1024:
-            self._expected_until_s = {key: until for key, until in self._expected_until_s.items() if until > now_s}
+
+def _without_late(until_s: dict[tuple[str, WorkerKey], float], now_s: float) -> dict[tuple[str, WorkerKey], float]:
+    """Forget what is over, whenever there might be much."""
+    return until_s if len(until_s) < 1024 else {key: until for key, until in until_s.items() if until > now_s}
 
 
 class Placer:

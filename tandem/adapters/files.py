@@ -5,6 +5,7 @@ it instead of answering with other weights.
 """
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +55,10 @@ def checked_adapter_name(name: str) -> str:
     return name
 
 
-def read_adapter(name: str, path: Path, *, max_rank: int = MAX_ADAPTER_RANK) -> Adapter:
+def read_adapter(name: str, path: Path, *, max_rank: int = MAX_ADAPTER_RANK, max_bytes: int | None = None) -> Adapter:
     """Identify an adapter by its files, which are read as a whole. Raises ConfigError that names the file and the
-    reason, and `engine.max_adapter_rank` for a rank above `max_rank`.
+    reason: `engine.max_adapter_rank` for a rank above `max_rank`, `engine.adapter_bytes` for weights of more than
+    `max_bytes`, which are not read then.
 
     Whether its weights fit the model is found out where they are loaded.
     """
@@ -66,7 +68,14 @@ def read_adapter(name: str, path: Path, *, max_rank: int = MAX_ADAPTER_RANK) -> 
         raise ConfigError(str(error)) from None
     config = _read_config(path, max_rank)
     digest, num_bytes = _digest_of(config), 0
-    for piece in read_regular_pieces(path / ADAPTER_WEIGHTS, max_bytes=_MAX_WEIGHTS_BYTES):
+
+    def check(status: os.stat_result) -> None:
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise ConfigError(
+                f"{path / ADAPTER_WEIGHTS} has {status.st_size} bytes, engine.adapter_bytes admits {max_bytes}"
+            )
+
+    for piece in read_regular_pieces(path / ADAPTER_WEIGHTS, max_bytes=_MAX_WEIGHTS_BYTES, check=check):
         digest.update(piece)
         num_bytes += len(piece)
     return Adapter(name=name, path=path, digest=digest.hexdigest(), num_bytes=num_bytes)

@@ -54,7 +54,7 @@ BearerKey = Annotated[ApiKey, BeforeValidator(_bare_key)]
 
 
 class TenantLimits(Section):
-    """Limits of one tenant. null means unlimited, except for `best_priority`."""
+    """Limits of one tenant. null means unlimited, except for `adapters` and `best_priority`."""
 
     requests_per_minute: PositiveInt | None = None
     """Requests accepted per minute."""
@@ -65,7 +65,8 @@ class TenantLimits(Section):
     weight: float = Field(default=1.0, gt=0.0, le=1000.0)
     """Share of a saturated cluster, relative to other tenants' weights."""
     adapters: tuple[AdapterPattern, ...] | None = None
-    """Names of the LoRA adapters that the tenant may use, where `*` stands for any characters; `[]`: none."""
+    """Names of the LoRA adapters that the tenant may use, where `*` stands for any characters; `[]`: none. null: those
+    of `default`, and there every one."""
     best_priority: int | None = None
     """Best (lowest) priority that the tenant's requests can have; better ones are raised to it. null: 0 when API keys
     are configured, unlimited otherwise. -2147483647: unlimited."""
@@ -77,7 +78,8 @@ class LimitsConfig(Section):
     default: TenantLimits = TenantLimits()
     """Limits of every tenant that `tenants` does not name."""
     tenants: dict[TenantName, TenantLimits] = Field(default={})
-    """Limits by the `tenant` of API keys. What an entry leaves out is unlimited, whatever `default` says."""
+    """Limits by the `tenant` of API keys. What an entry leaves out is unlimited, whatever `default` says; only
+    `adapters` are then those of `default`."""
 
 
 def keys_problem(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:

@@ -59,6 +59,27 @@ def memory_here_bytes(config: ClusterConfig, pool: PoolConfig) -> int | None:
     return min(here[_machine(address)] for address in pool.addresses)
 
 
+_ADAPTER_SHARE = 16
+"""The part of a worker's memory that is for adapters by default: see `engine.adapter_bytes`."""
+_ADAPTER_NAMES_BYTES = 8 << 20
+
+
+def max_adapter_file_bytes(config: ClusterConfig) -> int | None:
+    """Size of an adapter's weights' file beyond which no worker can hold it; None where only workers know.
+
+    It means what `engine.adapters.store.AdapterStore.max_file_bytes` does: all memory for adapters is full of its
+    values, which the file has in float32, each at one rank only; besides, a file has names and places of tensors.
+    """
+    num_bytes = config.engine.adapter_bytes
+    if num_bytes is None:
+        if config.engine.memory_bytes is None:
+            return None
+        num_bytes = config.engine.memory_bytes // _ADAPTER_SHARE
+    # Where workers choose the dtype, the one of which most values fit.
+    value_bytes = 4 if config.model.dtype == "float32" else 2
+    return num_bytes // value_bytes * 4 + _ADAPTER_NAMES_BYTES
+
+
 def _machine(address: str) -> str:
     host = address.rpartition(":")[0]
     return "localhost" if is_loopback(host.strip("[]")) else host

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.adapters.files import Adapter
 from tandem.errors import (
+    AdapterUnavailable,
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -57,6 +58,7 @@ _FINISH_FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in
 _ERRORS: dict[str, type[ServingError]] = {
     kind.__name__: kind
     for kind in (
+        AdapterUnavailable,
         Cancelled,
         ContextLengthExceeded,
         DeadlineExceeded,
@@ -75,6 +77,9 @@ _ERRORS: dict[str, type[ServingError]] = {
 }
 NEW_ERRORS: frozenset[type[ServingError]] = frozenset({NotAllowed})
 """Errors that the previous version does not know: they are sent as the base class that it knows (ADR 14)."""
+ERRORS_OF_NEW_ORDERS: frozenset[type[ServingError]] = frozenset({AdapterUnavailable})
+"""Errors that the previous version does not know either, and are sent nevertheless: only an order that it cannot give
+(one with an adapter) causes them."""
 _SENT_ERRORS = _ERRORS.keys() - {kind.__name__ for kind in NEW_ERRORS}
 
 

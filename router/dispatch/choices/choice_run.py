@@ -38,7 +38,7 @@ from router.types.session_events import (
 )
 from router.types.worker_view import WorkerKey
 from router.workers.registry import FAILURE_PENALTY_S
-from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
+from tandem.errors import AdapterUnavailable, InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.telemetry.logs import about
 from tandem.values.ids import BlockHash, Incarnation, RequestId
 from tandem.values.outputs import FinishReason
@@ -361,7 +361,8 @@ class ChoiceRun:
         self._note_failure(assignment, error)
         if self._progress.is_complete:
             return [self.finish_early(FinishReason.LENGTH)]
-        if not self._progress.record_failure(reason, error, self._context.budget):
+        is_last = isinstance(error, AdapterUnavailable) and self._lacks_adapter_everywhere()
+        if not self._progress.record_failure(reason, error, self._context.budget, is_last=is_last):
             raise self.final_error()
         self._context.observer.retried(reason.value)
         self.waiting = Waiting.FOR_WORKER if reason is RetryReason.WORKER_LOST else None
@@ -417,14 +418,31 @@ class ChoiceRun:
         self._assignment, self._adopting = None, False
         self._placer.release(assignment)
         self._progress.excluded[assignment.decode] = assignment.port
-        health, is_blameless = self._health, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
+        health, is_blameless = self._health, is_full(error) or is_final(error)
+        is_blameless |= isinstance(error, (RequestTooLarge, AdapterUnavailable))
         at_fault = not is_blameless and self._placer.registry.port(assignment.decode) is assignment.port
         (health.failed if at_fault else health.refused)(self, assignment.decode)
         if isinstance(error, RequestTooLarge):
             self._progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
+        elif isinstance(error, AdapterUnavailable):
+            self._note_adapter_refused(assignment.decode)
         elif error.retryable or isinstance(error, InternalError):
             pause_s = FAILURE_PENALTY_S if error.retry_after_s is None else error.retry_after_s
             self._placer.registry.penalise(assignment.decode, pause_s)
+
+    def _note_adapter_refused(self, worker: WorkerKey) -> None:
+        """Leave out a worker that lacks the adapter's files, and all that did lately: a retry would be wasted there."""
+        if (adapter := self._request.adapter) is None:
+            return
+        holders, now_s, registry = self._placer.adapters, self._context.clock(), self._placer.registry
+        holders.refused(adapter, worker, now_s)
+        for key in holders.refused_by(adapter, now_s):
+            if (port := registry.port(key)) is not None:
+                self._progress.excluded.setdefault(key, port)
+
+    def _lacks_adapter_everywhere(self) -> bool:
+        """Whether no live worker is left that may have the adapter's files, be it full."""
+        return self._placer.registry.live_decoders() <= self._excluded() - self._progress.full
 
     def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
         request, route = self._request, self._route
@@ -460,8 +478,8 @@ class ChoiceRun:
         if error is not None and is_final(error):
             raise in_clients_field(error, self._request.grammar_param)
         self._health.recheck_failed_workers(self, self._request)
-        self._note_prefill_failure(route.worker)
-        if not isinstance(error, RequestTooLarge):
+        self._note_prefill_failure(route.worker, error)
+        if not isinstance(error, (RequestTooLarge, AdapterUnavailable)):
             pause_s = None if error is None else error.retry_after_s
             self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if pause_s is None else pause_s)
         if self._health.is_in_doubt():
@@ -482,11 +500,15 @@ class ChoiceRun:
         self._context.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
-    def _note_prefill_failure(self, key: WorkerKey) -> None:
+    def _note_prefill_failure(self, key: WorkerKey, error: ServingError | None) -> None:
         if (port := self._placer.registry.port(key)) is None:
             self._report_lost(key)
+            return
+        self._progress.excluded[key] = port
+        if isinstance(error, AdapterUnavailable):
+            self._note_adapter_refused(key)
+            self._health.refused(self, key)
         else:
-            self._progress.excluded[key] = port
             self._health.failed(self, key)
 
     def _warn(self, text: str, *values: object, level: int = logging.WARNING) -> None:

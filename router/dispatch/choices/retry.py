@@ -165,18 +165,21 @@ class ChoiceProgress:
                 self.full.clear()
         return new
 
-    def record_failure(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
+    def record_failure(
+        self, reason: RetryReason, error: ServingError, budget: RetryBudget, *, is_last: bool = False
+    ) -> bool:
         """End the attempt with this failure, which `last_error` keeps; return whether to make another one.
 
-        The failure counts towards `max_attempts`. Another attempt spends a retry of the budget, except after the loss
-        of a worker; nothing is spent where the error is final or no attempt is left.
+        `is_last`: there is no worker for another one. The failure counts towards `max_attempts`. Another attempt spends
+        a retry of the budget, except after the loss of a worker; nothing is spent where the error is final or no
+        attempt is left.
         """
         self.last_error = error
         if reason is RetryReason.REFUSED:
             self.record_refusal()
         self.ledger.ended(len(self.token_ids))
         self._num_failures += 1
-        if is_final(error) or self._num_failures >= self.max_attempts:
+        if is_last or is_final(error) or self._num_failures >= self.max_attempts:
             return False
         return reason is RetryReason.WORKER_LOST or budget.spend()
 

@@ -11,7 +11,7 @@ from router.api.frontend import Frontend
 from router.http.body.json_body import JsonBody
 from router.http.body.strict_body import StrictBody
 from router.http.routing.access import ClientAccess
-from tandem.adapters.files import checked_adapter_name, read_adapter
+from tandem.adapters.files import checked_adapter_name
 from tandem.cluster_state.entries import MAX_ADAPTER_PATH_BYTES
 from tandem.errors import ConfigError, InvalidRequest, NotAllowed
 
@@ -57,7 +57,7 @@ class AdapterRoutes:
         served.check_new(name, replaces=body.load_inplace)
         try:
             async with self._reading:  # hashing is bound by the disk, and takes a thread
-                adapter = await asyncio.to_thread(read_adapter, name, path)
+                adapter = await asyncio.to_thread(served.read, name, path)
         except ConfigError as error:
             raise InvalidRequest(f"lora_path: {error}", param="lora_path") from None
         served.add(adapter, replaces=body.load_inplace)

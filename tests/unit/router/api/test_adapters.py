@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from router.api.adapters import ServedAdapters, matches
+from router.admission.rate_limits import RateLimiter
+from router.api.adapters import ServedAdapters
 from router.api.request.client_request import ClientRequest
 from router.text.chat_template import Message
 from router.text.tokenizer import Tokenizer
-from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
+from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange, ClusterStateCodec, RouterLoad
+from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import InvalidRequest, ModelNotFound, NotAllowed
 from tandem.values.block_hash import root_hash
+from tandem.values.ids import Incarnation
 from tests.support.router.adapters import adapter_of
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, error_of
@@ -80,6 +83,60 @@ def test_adapters_too_many_loaded_are_refused_until_unloaded_ones_are_forgotten(
     assert "sql" not in _names(served), "the configuration has it: that it was unloaded is not forgotten"
 
 
+def test_adapters_unload_beyond_the_bound_reaches_other_routers() -> None:
+    clock, codec = _Clock(), ClusterStateCodec(b"a secret of the cluster", "c")
+    one, other = (ServedAdapters("tiny", wall_clock=clock) for _ in range(2))
+    names = [f"a{number}" for number in range(600)]
+    loaded = [AdapterChange(name=name, version=i, adapter=adapter_of(name)) for i, name in enumerate(names)]
+    one.merge(loaded)
+    other.merge(loaded[-1:])
+    one.remove(names[-1])
+    load = RouterLoad(router=Incarnation(1), sequence=1, shares=(), adapters=one.changes)
+    other.merge(codec.open_load(codec.seal_load(load), Incarnation(1)).adapters)
+    assert names[-1] not in _names(other)
+    # Both serve what was loaded last, and no more than that: what is not remembered could not be unloaded elsewhere.
+    assert set(_names(one)) == set(_names(other)) == set(names[600 - MAX_ADAPTER_CHANGES : -1])
+    assert len(one.changes) == MAX_ADAPTER_CHANGES
+    assert one.changes[0] == AdapterChange(name=names[-1], version=one.changes[0].version, adapter=None)
+
+
+def test_adapters_configured_name_that_was_unloaded_stays_so_beyond_the_bound() -> None:
+    served = ServedAdapters("tiny", [adapter_of("sql")], wall_clock=_Clock())
+    served.merge([AdapterChange(name="sql", version=1, adapter=None)])
+    served.merge(
+        AdapterChange(name=f"a{number}", version=2 + number, adapter=adapter_of(f"a{number}")) for number in range(600)
+    )
+    assert "sql" not in _names(served)
+    assert len(served.changes) == MAX_ADAPTER_CHANGES
+
+
+def test_adapters_unloaded_long_ago_are_not_remembered_again() -> None:
+    """Routers that still have such a name pass it on; it would go round for ever."""
+    clock = _Clock()
+    one, other = (ServedAdapters("tiny", wall_clock=clock) for _ in range(2))
+    for served in (one, other):
+        served.add(adapter_of("sql"))
+    other.remove("sql")
+    late = other.changes
+    clock.now_s += 3601
+    one.merge(late)
+    assert _names(one) == [], "it counts where the adapter is still served"
+    assert one.changes == ()
+    one.merge(late)
+    assert one.changes == ()
+    other.add(adapter_of("legal"))
+    assert [change.name for change in other.changes] == ["legal"], "forgotten with the next change"
+
+
+def test_adapters_error_at_the_bound_says_that_unloaded_names_count() -> None:
+    served = ServedAdapters("tiny", wall_clock=_Clock())
+    for number in range(MAX_ADAPTER_CHANGES):
+        served.add(adapter_of(f"a{number}"))
+    served.remove("a0")
+    with pytest.raises(InvalidRequest, match="those unloaded within the last hour count"):
+        served.add(adapter_of("more"))
+
+
 def test_adapters_changes_in_any_order_lead_to_the_same_names() -> None:
     clock = _Clock()
     one, other, late = (ServedAdapters("tiny", [adapter_of("sql")], wall_clock=clock) for _ in range(3))
@@ -118,11 +175,13 @@ def test_adapters_change_by_a_slow_clock_still_counts_after_the_earlier_one() ->
 
 
 def test_adapters_of_other_tenants_are_as_if_they_were_not_there() -> None:
-    patterns = {"a": ("team/*", "sql"), "b": (), "c": None}
+    patterns = {"a": ("team/*", "sql"), "b": (), "c": ("*",)}
+    tenants = {tenant: TenantLimits(adapters=names) for tenant, names in patterns.items()}
+    limiter = RateLimiter(LimitsConfig(tenants=tenants), clock=lambda: 0.0)
     served = ServedAdapters(
         "tiny",
         [adapter_of("sql"), adapter_of("team/legal"), adapter_of("other")],
-        may_use=lambda tenant, name: matches(patterns[tenant], name),
+        may_use=limiter.may_use_adapter,
     )
     assert [_names(served, tenant) for tenant in "abc"] == [
         ["sql", "team/legal"],
@@ -135,6 +194,19 @@ def test_adapters_of_other_tenants_are_as_if_they_were_not_there() -> None:
             served.get(name, "a")
         found.append(caught.value.message.replace(name, "NAME"))
     assert unknown == forbidden
+
+
+def test_adapters_tenant_whose_entry_names_none_has_those_of_the_default() -> None:
+    """Limits that an entry leaves out are unlimited; a permission must not come of that."""
+    limits = LimitsConfig(
+        default=TenantLimits(adapters=()),
+        tenants={"x": TenantLimits(requests_per_minute=60), "y": TenantLimits(adapters=("sql",))},
+    )
+    limiter = RateLimiter(limits, clock=lambda: 0.0)
+    allowed = {tenant: limiter.may_use_adapter(tenant, "sql") for tenant in ("x", "y", "unnamed")}
+    assert allowed == {"x": False, "y": True, "unnamed": False}
+    limiter.reconfigure(LimitsConfig(tenants=limits.tenants))
+    assert limiter.may_use_adapter("x", "sql"), "the default names none: every one"
 
 
 @pytest.mark.parametrize("path", ["/elsewhere", "../x", "link/x", "", ".", "a/../..", "a\0b", "/etc/passwd"])

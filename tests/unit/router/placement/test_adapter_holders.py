@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from router.placement.costs import CostModel
-from router.placement.placer import AdapterHolders, Assignment, Placer
+from router.placement.placer import ADAPTER_REFUSED_S, AdapterHolders, Assignment, Placer
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -61,6 +61,48 @@ def test_holders_resident_or_expected_workers_load_nothing() -> None:
     assert holders.load_ms(adapter_of("sql", version=2), view, 1.0)[1] > 0.0
     # By now a report shows it, unless it has been dropped again.
     assert holders.load_ms(SQL, view, 10.0) == pytest.approx([0.0, 200.0, 200.0])
+
+
+def test_holders_refused_pair_is_dear_until_its_time_is_over() -> None:
+    holders, workers = AdapterHolders(bytes_per_s=RATE), [_holding("d0"), _holding("d1"), _holding("d2", SQL.digest)]
+    view, keys = view_of(workers), [one.info.key for one in workers]
+    holders.sent(SQL, keys, 0.0)
+    for key in (keys[0], keys[2]):
+        holders.refused(SQL, key, 0.0)
+    assert holders.refused_by(SQL, 1.0) == {keys[0], keys[2]}
+    costs = holders.load_ms(SQL, view, 1.0)
+    # One that reports it as loaded has it, whatever it said before.
+    assert costs == pytest.approx([200.0 + 1e3 * (ADAPTER_REFUSED_S - 1.0), 0.0, 0.0])
+    holders.sent(SQL, keys[:1], 1.0)
+    assert holders.load_ms(SQL, view, 1.0) == costs, "what is sent there nevertheless is hardly loaded"
+    other = adapter_of("sql", version=2)
+    assert holders.load_ms(other, view, 1.0) == pytest.approx([200.0] * 3)
+    assert holders.refused_by(other, 1.0) == set()
+    late_s = ADAPTER_REFUSED_S + 5.0
+    assert holders.load_ms(SQL, view, late_s)[0] == pytest.approx(200.0)
+    assert holders.refused_by(SQL, late_s) == set()
+
+
+def test_holders_with_many_refusals_forget_those_that_are_over() -> None:
+    holders, key = AdapterHolders(bytes_per_s=RATE), worker("d0").info.key
+    for number in range(5000):
+        holders.refused(adapter_of(f"a{number}"), key, float(number))
+    assert len(holders._refused_until_s) <= 1025
+
+
+@pytest.mark.parametrize("num_workers", [3, 12], ids=["one_by_one", "by_columns"])
+def test_placement_avoids_worker_that_refused_the_adapter(num_workers: int) -> None:
+    world = _World(*(_holding(f"d{i}") for i in range(num_workers)))
+    first = world.assign()
+    world.placer.release(first)
+    world.placer.adapters.refused(SQL, first.decode, world.now_s)
+    for _ in range(8):
+        assert world.decode() != first.decode.worker_id
+        world.now_s += 1.0
+    assert first.decode.worker_id in {world.decode(None) for _ in range(200)}, "others still go there"
+    for one in world.registry.snapshots():
+        world.placer.adapters.refused(SQL, one.info.key, world.now_s)
+    assert world.decode(), "refused everywhere, it is still tried"
 
 
 def test_holders_with_many_expectations_forget_those_that_are_over() -> None:

@@ -3,14 +3,23 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from pydantic import SecretStr
 
 from cluster.cli.cert import make_certificate
+from engine.adapters.store import AdapterStore
 from tandem.config.cluster import ClusterConfig
 from tandem.config.cluster_tls import ClusterTls
 from tandem.config.pools import PoolConfig, rank_port
-from tandem.config.worker import cluster_secret, listen_address, memory_here_bytes, num_ranks, worker_host
+from tandem.config.worker import (
+    cluster_secret,
+    listen_address,
+    max_adapter_file_bytes,
+    memory_here_bytes,
+    num_ranks,
+    worker_host,
+)
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import open_credentials
 from tandem.values.roles import WorkerRole
@@ -53,6 +62,22 @@ def test_worker_with_own_host_needs_no_list() -> None:
     assert listen_address(stated, "decode", 0) == ("10.0.0.2", 4001)
     with pytest.raises(ConfigError, match=r"decode\.host: 0\.0\.0\.0 is not where"):
         listen_address(PoolConfig(host="0.0.0.0", port=7000), "decode", 0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+@pytest.mark.parametrize("engine", [{"adapter_bytes": 1_000_003}, {"memory_bytes": 16_000_048}])
+def test_router_and_worker_bound_the_files_of_adapters_alike(engine: dict[str, int], dtype: str, size: int) -> None:
+    config = ClusterConfig.model_validate({"engine": engine, "model": {"dtype": dtype}})
+    store = object.__new__(AdapterStore)
+    store.capacity_bytes = 1_000_003 // size
+    store._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+    store._shards = (None,) * size  # type: ignore[assignment]
+    most = max_adapter_file_bytes(config)
+    # A worker rounds down for each of its ranks; the router does not know the ranks of both pools.
+    assert most is not None
+    assert 0 <= most - store.max_file_bytes < 8 * size
+    assert max_adapter_file_bytes(ClusterConfig()) is None
 
 
 M = 10 << 30

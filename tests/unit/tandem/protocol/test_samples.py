@@ -7,7 +7,9 @@ import pytest
 
 from tandem.config.cluster import ClusterConfig
 from tandem.protocol import wire
+from tandem.protocol.session_versions import ADAPTERS_SINCE
 from tandem.v1 import common_pb2 as pb
+from tandem.v1 import session_pb2
 from tests.previous import release
 from tests.previous.release import Release, known
 from tests.previous.samples import collection as samples
@@ -64,8 +66,18 @@ def test_error_codes_are_known_to_previous_version() -> None:
     known_there = {name.removeprefix("error/") for name in release.samples() if name.startswith("error/")}
     assert len(known_there) > 10
     sent = {wire.failure_to_pb(wire.failure_from_pb(pb.Failure(code=name))).code for name in wire._ERRORS}
-    assert sent <= known_there
-    assert {kind.__name__ for kind in wire.NEW_ERRORS}.isdisjoint(known_there)
+    of_new_orders = {kind.__name__ for kind in wire.ERRORS_OF_NEW_ORDERS}
+    assert sent - of_new_orders <= known_there
+    assert ({kind.__name__ for kind in wire.NEW_ERRORS} | of_new_orders).isdisjoint(known_there)
+
+
+def test_previous_version_gives_no_orders_with_adapters() -> None:
+    """Therefore `ERRORS_OF_NEW_ORDERS` never reach it."""
+    said = release.samples()
+    router = session_pb2.RouterMessage.FromString(said["router/hello"]).hello
+    worker = session_pb2.WorkerMessage.FromString(said["worker/hello"]).hello
+    for hello in (router, worker):
+        assert max(hello.protocol_version, hello.newest_version) < ADAPTERS_SINCE
 
 
 def test_samples_with_unknown_fields_are_read_equally() -> None:

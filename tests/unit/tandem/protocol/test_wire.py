@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tandem.errors import ServingError
+from tandem.errors import AdapterUnavailable, ServingError
 from tandem.protocol.wire import NEW_ERRORS, failure_from_pb, failure_to_pb
 from tandem.v1 import common_pb2 as pb
 
@@ -29,3 +29,10 @@ def test_wire_error_round_trips(kind: type[ServingError]) -> None:
 def test_wire_new_error_is_sent_as_its_parent(kind: type[ServingError]) -> None:
     assert type(failure_from_pb(pb.Failure(code=kind.__name__, message="why"))) is kind
     assert failure_to_pb(kind("why")).code != kind.__name__
+
+
+def test_wire_refusal_for_an_adapter_keeps_its_class() -> None:
+    """A router treats it otherwise than other refusals: the worker is healthy, and only that adapter is missing."""
+    there = failure_from_pb(failure_to_pb(AdapterUnavailable("no files")))
+    assert type(there) is AdapterUnavailable
+    assert (there.message, there.retry_after_s) == ("no files", None)

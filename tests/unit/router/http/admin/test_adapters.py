@@ -1,16 +1,24 @@
 """Adapters that are loaded and unloaded over HTTP while the router runs."""
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from router.__main__ import _served_adapters
+from router.admission.rate_limits import RateLimiter
 from router.api.adapters import ServedAdapters
 from router.host_peers.adapters import AdapterFile
 from router.http.admin.adapters import MAX_ADAPTER_PATH_BYTES
 from router.text.tokenizer import Tokenizer
-from tandem.config.admission import ApiKey
-from tandem.config.cluster import RouterConfig
+from tandem.adapters.files import Adapter, read_adapter
+from tandem.cluster_state.entries import MAX_ADAPTER_CHANGES, AdapterChange
+from tandem.config.admission import ApiKey, LimitsConfig
+from tandem.config.cluster import ClusterConfig, RouterConfig
+from tandem.errors import ConfigError
+from tandem.process.lifetime import RouterPlace
 from tests.support.router.adapters import adapter_of
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import CHAT, HELLO, client_of, error_of
@@ -31,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_adapter(path: Path, weights: bytes) -> None:
+def write_adapter(path: Path, weights: bytes, **config: Any) -> None:
     path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16} | config))
     (path / "adapter_model.safetensors").write_bytes(weights)
 
 
@@ -41,6 +49,12 @@ def serve(tokenizer: Tokenizer, folder: Path | None, config: RouterConfig | None
     parts = fakes.make_servers(tokenizer, config)
     parts.frontend.adapters = ServedAdapters(fakes.MODEL, folder=folder)
     return parts
+
+
+async def start_adapters(config: ClusterConfig, shared_folder: Path | None = None) -> ServedAdapters:
+    """The adapters of one router process as it starts."""
+    place = RouterPlace(shared_folder=shared_folder)
+    return await _served_adapters(config, place, fakes.MODEL, RateLimiter(LimitsConfig(), clock=lambda: 0.0), None)
 
 
 async def test_adapter_loaded_is_served_until_it_is_unloaded(tokenizer: Tokenizer, folder: Path) -> None:
@@ -86,6 +100,36 @@ async def test_adapter_that_cannot_be_loaded_is_refused(
     assert len(parts.frontend.adapters) == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "num_bytes", "named"),
+    [
+        ({"r": 65}, 10, "r is 65, and engine.max_adapter_rank 64"),
+        ({"use_dora": True}, 10, "use_dora True is not supported"),
+        ({"bias": "all"}, 10, "bias must be none, is 'all'"),
+        ({}, (8 << 20) + (2 << 20) + 1, "has 10485761 bytes, engine.adapter_bytes admits 10485760"),
+    ],
+)
+async def test_adapter_that_no_worker_would_take_is_refused_at_load_and_at_start(
+    tokenizer: Tokenizer, tmp_path: Path, config: dict[str, Any], num_bytes: int, named: str
+) -> None:
+    """1 MiB for adapters: 2 MiB in float32 beside the room for names."""
+    write_adapter(tmp_path / "sql", bytes(num_bytes), **config)
+    write_adapter(tmp_path / "fits", bytes(10 << 20))
+    settings = ClusterConfig.model_validate(
+        {"model": {"adapter_folder": str(tmp_path)}, "engine": {"adapter_bytes": 1 << 20}}
+    )
+    parts = fakes.make_servers(tokenizer)
+    parts.frontend.adapters = await start_adapters(settings)
+    async with client_of(parts) as client:
+        answer = await client.post(LOAD, json={"lora_name": "sql", "lora_path": "sql"})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "lora_path")
+        assert named in error_of(answer)["message"]
+        assert (await client.post(LOAD, json={"lora_name": "sql", "lora_path": "fits"})).status_code == 200
+    configured = settings.model.model_copy(update={"adapters": {"sql": str(tmp_path / "sql")}})
+    with pytest.raises(ConfigError, match=named):
+        await start_adapters(settings.model_copy(update={"model": configured}))
+
+
 async def test_adapter_without_a_folder_is_refused(tokenizer: Tokenizer, folder: Path) -> None:
     async with client_of(serve(tokenizer, None)) as client:
         answer = await client.post(LOAD, json={"lora_name": "sql", "lora_path": str(folder / "sql")})
@@ -118,4 +162,42 @@ def test_adapter_file_processes_that_share_it_see_each_others_changes(tokenizer:
     late = ServedAdapters(fakes.MODEL, [adapter_of("sql")])
     late.store = AdapterFile(shared)
     assert [adapter.name for adapter in late.available("")] == ["legal"]
+    assert {path.stat().st_mode & 0o777 for path in shared.iterdir()} == {0o600}
+
+
+def test_adapter_file_keeps_the_newest_changes_only(tmp_path: Path) -> None:
+    """Names come and go for as long as the processes run, and each change writes the whole file."""
+    file, reader = AdapterFile(tmp_path), AdapterFile(tmp_path)
+    names = [f"a{number}" for number in range(3000)]
+    file.write(AdapterChange(name=name, version=i, adapter=None) for i, name in enumerate(names))
+    file.write([AdapterChange(name="a7", version=9000, adapter=None)])
+    assert [change.name for change in reader.read()] == ["a7", *reversed(names[-4 * MAX_ADAPTER_CHANGES + 1 :])]
+
+
+async def test_adapter_of_the_configuration_is_read_by_the_first_process_of_a_host(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each would read all files, and one that restarts might serve others than its siblings."""
+    num_read = []
+
+    def counted(name: str, path: Path, **bounds: int | None) -> Adapter:
+        num_read.append(name)
+        return read_adapter(name, path, **bounds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("router.__main__.read_adapter", counted)
+    shared, adapters = tmp_path_factory.mktemp("shared"), {name: str(folder / name) for name in ("sql", "legal")}
+    config = ClusterConfig.model_validate({"model": {"adapters": adapters}})
+    found = await asyncio.gather(*(start_adapters(config, shared) for _ in range(4)))
+    assert sorted(num_read) == ["legal", "sql"]
+    assert {tuple(served.available("")) for served in found} == {tuple(found[0].available(""))}
+    assert [one.name for one in found[0].available("")] == ["legal", "sql"]
+    write_adapter(folder / "sql", b"others")
+    restarted = await start_adapters(config, shared)
+    assert restarted.available("") == found[0].available("")
+    assert len(num_read) == 2
+    moved = ClusterConfig.model_validate({"model": {"adapters": {**adapters, "sql": str(folder / "legal")}}})
+    assert (await start_adapters(moved, shared)).get("sql", "").digest == found[0].get("legal", "").digest
+    # What was cut short when a process was killed is read again.
+    (shared / "configured_adapters.json").write_text("[{")
+    assert (await start_adapters(config, shared)).get("sql", "").digest != found[0].get("sql", "").digest
     assert {path.stat().st_mode & 0o777 for path in shared.iterdir()} == {0o600}
