@@ -69,8 +69,9 @@ class Frontend:
         clock: Callable[[], float] = time.monotonic,
         mint_seed: Callable[[], int] = partial(RANDOM.randbits, 63),  # noqa: B008  # the process's one pool
         tracer: Tracer | None = None,
+        max_concurrent: Callable[[str], int | None] = lambda _tenant: None,
     ) -> None:
-        """`secret` keys block names, so it must be the cluster's."""
+        """`secret` keys block names, so it must be the cluster's. `max_concurrent`: see `PreparationLimit`."""
         self.model = model
         self.tokenizer = tokenizer
         self.clock = clock
@@ -87,7 +88,7 @@ class Frontend:
         """The adapters that may be named in place of the model; replaced before the servers open."""
         self.max_call_tokens = config.queue.max_tokens
         """Bound on the tokens of a call's prompts together, where their states are pooled or judged."""
-        self._limit = PreparationLimit(config.max_inflight_requests)
+        self._limit = PreparationLimit(config.max_inflight_requests, max_concurrent)
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
         self.tooling = ToolCallSupport(tokenizer, config.tool_parser, None if marks is None else marks.begin)
@@ -109,7 +110,7 @@ class Frontend:
         fields = self._with_defaults(fields)
         self.check_fields(fields)
         expected = None
-        with self._limit.preparing():
+        with self._limit.preparing(fields.tenant):
             if fields.structure is not None or fields.bad_words:
                 fields = await self._structured(fields)
             if fields.prediction is not None:
@@ -162,7 +163,7 @@ class Frontend:
         prepared: list[PreparedRequest] = []
         is_small = fields.scoring is not None and fields.scoring.is_small
         num_tokens, yielded_s = tokens_before, self.clock()
-        with self._limit.preparing():
+        with self._limit.preparing(fields.tenant):
             fields = await self._structured(fields)
             for prompt in prompts:
                 started_s = self.clock()
@@ -277,7 +278,7 @@ class Frontend:
             return fields
         if self.grammars is None:
             raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
-        grammar = await self.grammars.checked(structure.grammar(), structure.param)
+        grammar = await self.grammars.checked(structure.grammar(), structure.param, fields.tenant)
         return replace(fields, sampling=fields.sampling._replace(grammar=grammar))
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
