@@ -9,7 +9,8 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
 from msgspec.structs import replace
@@ -100,6 +101,12 @@ class Frontend:
         )
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
+    @contextmanager
+    def preparing(self, tenant: str) -> Iterator[PromptReader]:
+        """Count a request while inside, where its texts may be tokenized. Raises Overloaded on entering."""
+        with self._limit.preparing(tenant):
+            yield self.prompts.for_tenant(tenant)
+
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """Prepare a conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s, calling = self.clock(), None
@@ -110,12 +117,12 @@ class Frontend:
         fields = self._with_defaults(fields)
         self.check_fields(fields)
         expected = None
-        with self._limit.preparing(fields.tenant):
+        with self.preparing(fields.tenant) as texts:
             if fields.structure is not None or fields.bad_words:
                 fields = await self._structured(fields)
             if fields.prediction is not None:
-                expected = await self.prompts.encode_prediction(fields.prediction)
-            ids = await self.prompts.encode_chat(
+                expected = await texts.encode_prediction(fields.prediction)
+            ids = await texts.encode_chat(
                 messages,
                 add_generation_prompt=fields.add_generation_prompt,
                 tools=fields.tools,
@@ -163,12 +170,12 @@ class Frontend:
         prepared: list[PreparedRequest] = []
         is_small = fields.scoring is not None and fields.scoring.is_small
         num_tokens, yielded_s = tokens_before, self.clock()
-        with self._limit.preparing(fields.tenant):
+        with self.preparing(fields.tenant) as texts:
             fields = await self._structured(fields)
             for prompt in prompts:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
-                ids = await self._prompt_ids(prompt, fields)
+                ids = await self._prompt_ids(texts, prompt, fields)
                 one = self._finish(
                     ids,
                     fields,
@@ -190,14 +197,16 @@ class Frontend:
         check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
-    async def _prompt_ids(self, prompt: str | tuple[int, ...] | PooledInput, fields: ClientRequest) -> Sequence[int]:
+    async def _prompt_ids(
+        self, texts: PromptReader, prompt: str | tuple[int, ...] | PooledInput, fields: ClientRequest
+    ) -> Sequence[int]:
         if not isinstance(prompt, (str, tuple)):
-            return await prompt.token_ids(self.prompts)
+            return await prompt.token_ids(texts)
         if fields.suffix is not None:
-            return await self.prompts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
+            return await texts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
         if isinstance(prompt, tuple):
             return prompt
-        return await self.prompts.encode(prompt, fields.add_special_tokens)
+        return await texts.encode(prompt, fields.add_special_tokens)
 
     def check_model(self, name: str | None, tenant: str) -> None:
         """Raise ModelNotFound unless `name` is the served model, one of its adapters that the tenant may use, or

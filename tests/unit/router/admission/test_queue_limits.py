@@ -50,8 +50,7 @@ def test_preparation_limit_leaves_places_for_other_tenants() -> None:
         for count in range(9):
             try:
                 inside.enter_context(limit.preparing(tenant))
-            except Overloaded as error:
-                assert "of this API key are waiting" in error.message
+            except Overloaded:
                 return count
         return 9
 
