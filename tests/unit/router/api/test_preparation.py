@@ -46,7 +46,7 @@ class StuckGrammars:
 
 
 @asynccontextmanager
-async def at_once(calls: Sequence[Coroutine[Any, Any, object]]) -> AsyncIterator[list[asyncio.Task[object]]]:
+async def at_once(calls: Sequence[Coroutine[Any, Any, Any]]) -> AsyncIterator[list[asyncio.Task[Any]]]:
     """Run calls as far as they get, until the end of the block."""
     tasks = [asyncio.create_task(call) for call in calls]
     await asyncio.sleep(0.05)
