@@ -63,7 +63,7 @@ from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.adapters.files import Adapter, read_adapter
-from tandem.config.cluster import ClusterConfig
+from tandem.config.cluster import ClusterConfig, RouterConfig
 from tandem.config.engine import ModelSection
 from tandem.config.worker import cluster_secret, cluster_tls, max_adapter_file_bytes, peer_hosts
 from tandem.model_path import model_directory
@@ -117,7 +117,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
         gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
-        frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
+        frontend = _make_frontend(config.router, model, tokenizer, secret, tracer, limits.limiter)
         frontend.adapters = await _served_adapters(config, place, model.name, limits.limiter, cluster_state)
         _measure(metrics, frontend, dispatcher)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
@@ -146,6 +146,19 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await probes.aclose()  # a drain would wait for what they ask
         leaves_to = await _port_takeover(config, peers, handing)
         await drain(dispatcher, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
+
+
+def _make_frontend(
+    config: RouterConfig, model: ModelInfo, tokenizer: Tokenizer, secret: bytes, tracer: Tracer, limiter: RateLimiter
+) -> Frontend:
+    return Frontend(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        secret=secret,
+        tracer=tracer,
+        max_concurrent=limiter.max_concurrent,
+    )
 
 
 def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> Tracer:

@@ -144,6 +144,11 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
             return -1.0
         return min(local.most_tokens, self.free_tokens - num_tokens - 1)
 
+    def max_fitting_tokens(self) -> float:
+        """Return the longest prompt that would run now and leave a slot free; below 0: none would."""
+        has_room = self.usable and self.slots > 1 and self.slack_tokens > 0.0
+        return self.free_tokens - 1 if has_room else -1.0
+
     def _prefill_shortage(self, num_tokens: int) -> Shortage | None:
         """Return what such a prompt lacks while the prefilling pool has enough work."""
         if self.decode_reads:

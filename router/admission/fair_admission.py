@@ -5,10 +5,12 @@
 A request is refused before anything is computed for it when its tenant's limits are reached
 (`router.admission.rate_limits`, 429), when the queue is full (`router.admission.queue_limits`, 429, the longest line
 first), or when it is predicted to come too late (503); each refusal says when to retry. Waiting requests are
-reconsidered whenever something changes. No request waits while the cluster has room, and none waits for the prefill
-pool if a decode worker would compute its prompt itself.
+reconsidered whenever something changes. No request waits while the cluster has room, but for what is left to one that
+waits for more memory (`router.admission.turn_rule`), and none waits for the prefill pool if a decode worker would
+compute its prompt itself.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 from router.admission.cluster_capacity import ClusterCapacity, Shortage
@@ -19,10 +21,20 @@ from router.admission.fair_share import VirtualCounters
 from router.admission.queue_limits import InflightLimit, QueueLimits
 from router.admission.rate_limits import RateLimiter
 from router.admission.turn_rule import CapacityWatch, TurnRule
-from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest, AdmissionResult, QueuedTotals
+from router.admission.types import (
+    AdmissionEntry,
+    AdmissionPolicy,
+    AdmissionRequest,
+    AdmissionResult,
+    QueuedTotals,
+    RefusedMemory,
+)
 from router.admission.wait_forecast import WaitForecast
 from router.workers.columns import ClusterView
 from tandem.errors import Overloaded, ServingError
+
+_ALL_MEMORY = RefusedMemory(least_tokens=0.0, total_tokens=math.inf)
+"""Nothing overtakes refused choices of which it is unknown what they need."""
 
 
 class FairAdmission:
@@ -37,9 +49,11 @@ class FairAdmission:
         policy: AdmissionPolicy,
         clock: Callable[[], float],
         num_refused: Callable[[], int] = int,
+        refused: Callable[[], RefusedMemory] = lambda: _ALL_MEMORY,
         is_due: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`num_running`: requests that dispatch has; `num_refused`: see `TurnRule`; `is_due`: see `CapacityWatch`."""
+        """`num_running`: requests that dispatch has; `num_refused`, `refused`: see `TurnRule`; `is_due`: see
+        `CapacityWatch`."""
         self._num_refused = num_refused
         self._limiter = limiter
         self._policy = policy
@@ -52,7 +66,9 @@ class FairAdmission:
         self._tickets = TicketIssuer(self._counters, limiter, clock)
         self._watch = CapacityWatch(view=view, policy=policy.room, clock=clock, is_due=is_due)
         places = InflightLimit(policy, num_running)
-        self._rule = TurnRule(self._queue, self._watch, places=places.num_free, num_refused=num_refused)
+        self._rule = TurnRule(
+            self._queue, self._watch, places=places.num_free, num_refused=num_refused, refused=refused
+        )
         self._forecast = WaitForecast(self._queue, self._rule, policy=policy, clock=clock, num_refused=num_refused)
         self.counts = AdmissionCounts()
         self._limits = QueueLimits(
@@ -119,7 +135,10 @@ class FairAdmission:
                 self._forecast.last_seen_s[wanted.tenant] = entry.ticket.arrived_s
             self.num_inflight += 1
             if not entry.waiting:
-                self._give_turn(entry)
+                first = self._queue.first()
+                if first is not None and not (entry.is_local or wanted.promised):
+                    self._forecast.meter.served(entry.ticket.cost)
+                self._give_turn(entry, overtaken=first)
         return AdmissionResult(entries, evicted)
 
     def pump(self) -> list[AdmissionEntry]:
@@ -132,12 +151,12 @@ class FairAdmission:
             room = self._watch.measure()
             if (ticket := self._rule.next_turn(first, room)) is None:
                 break
-            if ticket is first:  # letting it pass brings no other request's turn closer
-                self._forecast.meter.served(ticket.cost)
             self._queue.remove(ticket)
             entry = self._entries.pop(ticket)
             entry.is_local = room.local_prefill(ticket.num_tokens) is not None
-            self._give_turn(entry)
+            if ticket is first or not entry.is_local:  # else it brings no other request's turn closer
+                self._forecast.meter.served(ticket.cost)
+            self._give_turn(entry, overtaken=None if ticket is first else first)
             turns.append(entry)
         return turns
 
@@ -190,6 +209,7 @@ class FairAdmission:
         self._forecast.last_seen_s[ticket.tenant] = self._clock()
         self.num_inflight -= 1
         self._watch.in_transit.discard(entry)
+        self._rule.on_end(entry)
         if entry.waiting:
             self._pass_time()
             self._queue.remove(ticket)
@@ -243,12 +263,13 @@ class FairAdmission:
         # What could have been done in the time that passes now goes by the rate before it.
         rate = forecast.meter.rate(room.prefill_tokens_per_s)
         passed_s = self._pass_time()
-        if at_once and nobody_waits:
-            self._counters.unclaimed(ticket.tenant, rate * passed_s, credit=self._policy.credit_s * rate)
+        if at_once:
+            if nobody_waits:
+                self._counters.unclaimed(ticket.tenant, rate * passed_s, credit=self._policy.credit_s * rate)
             # As `wait_s` says, which would ask all this again.
             wait_s, share = room.least_wait_of(num_tokens), 1.0
         else:
-            wait_s, share = forecast.wait_s(ticket, room), 1.0 if at_once else self._policy.entry_share
+            wait_s, share = forecast.wait_s(ticket, room), self._policy.entry_share
         late = forecast.lateness(ticket, room, wait_s, share=share)
         if late is not None and room.can_ever_hold(num_tokens):
             raise self._limits.too_late_error(ticket, *late, room)
@@ -275,8 +296,10 @@ class FairAdmission:
         busy = self._queue.num_requests > 0 and not self._watch.awaited
         return self._forecast.meter.passed(self._clock(), busy=busy)
 
-    def _give_turn(self, entry: AdmissionEntry) -> None:
+    def _give_turn(self, entry: AdmissionEntry, *, overtaken: Ticket | None) -> None:
+        """`overtaken`: the first in line, if that is another one."""
         entry.waiting = False
+        self._rule.on_turn(entry, overtaken)
         self._watch.in_transit.add(entry)
         self._counters.served(entry.ticket.tenant, input_tokens=entry.ticket.work_tokens)
         self.counts.num_turns += 1

@@ -31,6 +31,8 @@ class Ticket(Struct, kw_only=True, eq=False):
     arrived_s: float
     deadline_s: float | None
     """Deadline of its first token."""
+    is_overtaken: bool = False
+    """Whether others had their turn while it was first in line."""
 
     @property
     def rank(self) -> tuple[float, int]:

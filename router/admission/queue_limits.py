@@ -5,13 +5,14 @@ the router is draining. Each refusal says when to retry. A tenant's own limits a
 a worker's own queue limit in `engine.scheduler.scheduler`.
 """
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from router.admission.cluster_capacity import ClusterCapacity
 from router.admission.counts import AdmissionCounts, Rejection
 from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.fair_share import VirtualCounters
+from router.admission.rate_limits import limit_reached
 from router.admission.types import AdmissionPolicy
 from router.admission.wait_forecast import WaitForecast
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
@@ -22,28 +23,45 @@ _PREPARATION_RETRY_S = 1.0
 
 
 class PreparationLimit:
-    """Bounds the requests whose prompts wait for the tokenizer, before admission knows their length.
+    """Bounds the requests that wait for the tokenizer or for a grammar, before admission knows their length.
 
-    A context manager, in which any number of requests may be at the same time.
+    A tenant has at most as many as places are free, and never more than its `concurrent_requests`: so there are places
+    for others whatever it sends. The unnamed tenant may have them all: where it calls, there are no others.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, max_concurrent: Callable[[str], int | None] = lambda _tenant: None) -> None:
+        """`max_concurrent`: returns a tenant's `concurrent_requests`; None: it has no such limit."""
         self._most = most
+        self._max_concurrent = max_concurrent
         self._num_preparing = 0
+        self._of_tenants: dict[str, int] = {}
+        """How many of them each tenant has; only tenants that have some."""
 
-    def preparing(self) -> Self:
-        """Count a request while inside. Raises Overloaded on entering."""
-        return self
+    @contextmanager
+    def preparing(self, tenant: str = "") -> Iterator[None]:
+        """Count a request of the tenant while inside. Raises Overloaded on entering."""
+        count = self._of_tenants.get(tenant, 0)
+        self._check(tenant, count)
+        self._num_preparing += 1
+        self._of_tenants[tenant] = count + 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+            self._of_tenants[tenant] -= 1
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
 
-    def __enter__(self) -> Self:
-        if self._num_preparing >= self._most:
+    def _check(self, tenant: str, count: int) -> None:
+        num_free = self._most - self._num_preparing
+        if num_free <= 0:
             message = f"{self._num_preparing} requests are waiting to be tokenized"
             raise Overloaded(message, retry_after_s=_PREPARATION_RETRY_S)
-        self._num_preparing += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._num_preparing -= 1
+        if tenant and count >= num_free:
+            message = f"{count} requests of this API key are waiting to be tokenized"
+            raise Overloaded(message, retry_after_s=_PREPARATION_RETRY_S)
+        if count and (bound := self._max_concurrent(tenant)) is not None and count >= bound:
+            raise limit_reached("concurrent_requests", bound, _PREPARATION_RETRY_S)
 
 
 class InflightLimit:

@@ -225,6 +225,10 @@ class RateLimiter:
         patterns = self._config.default.adapters if own is None else own
         return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
+    def max_concurrent(self, tenant: str) -> int | None:
+        """Return the most requests that a tenant may have at once; None without such a limit."""
+        return self.limits_for(tenant).concurrent_requests
+
     def priority(self, tenant: str, wanted: int) -> int:
         """Return the priority that a tenant's request gets: `wanted`, or the tenant's best where that is worse."""
         best = self._config.tenants.get(tenant, self._config.default).best_priority
@@ -259,7 +263,7 @@ class RateLimiter:
             if not promised:
                 _check_size(account.limits, count)
             elif (most := account.limits.concurrent_requests) is not None and account.num_promised + count > most:
-                raise _over("concurrent_requests", most, account.mean_s / most)
+                raise limit_reached("concurrent_requests", most, account.mean_s / most)
             with account.usage as usage:
                 if not promised:
                     self._check(tenant, account, estimates, now_s, leaving)
@@ -311,13 +315,13 @@ class RateLimiter:
             if room < usage.num_inflight_beside:
                 usage.drop_ended_processes()
             if room < usage.num_inflight_beside:
-                raise _over("concurrent_requests", most, account.mean_s / most)
+                raise limit_reached("concurrent_requests", most, account.mean_s / most)
         bucket = account.requests_bucket(now_s)
         if bucket is not None and (wait_s := bucket.wait_s(float(count), now_s)) > 0.0:
-            raise _over("requests_per_minute", limits.requests_per_minute, wait_s)
+            raise limit_reached("requests_per_minute", limits.requests_per_minute, wait_s)
         bucket = account.tokens_bucket(now_s)
         if bucket is not None and (wait_s := bucket.wait_s(sum(estimates), now_s)) > 0.0:
-            raise _over("tokens_per_minute", limits.tokens_per_minute, wait_s)
+            raise limit_reached("tokens_per_minute", limits.tokens_per_minute, wait_s)
 
     @staticmethod
     def _give_back(account: _Account, grant: RateLimitGrant, requests: int, tokens: float, now_s: float) -> None:
@@ -367,5 +371,6 @@ def _none_elsewhere(_tenant: str) -> int:
     return 0
 
 
-def _over(name: str, bound: int | None, wait_s: float) -> Overloaded:
+def limit_reached(name: str, bound: int | None, wait_s: float) -> Overloaded:
+    """Make the refusal of a request beyond one of its tenant's limits."""
     return Overloaded(f"this API key's limit {name} of {bound} is reached", param=name, retry_after_s=max(0.1, wait_s))

@@ -1,6 +1,7 @@
 """Requests as admission sees them, its results, and its bounds."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -50,6 +51,14 @@ class AdmissionRequest(Struct, frozen=True, kw_only=True):
     """Whether it continues a stream: it is counted, and does not wait."""
     leaving: int = 0
     """Requests of its tenant that end when it begins."""
+
+
+class RefusedMemory(NamedTuple):
+    """KV memory that choices wait for which had their turn and that every decode worker was too full for."""
+
+    least_tokens: float
+    """Of the smallest."""
+    total_tokens: float
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from router.api.frontend import Frontend
+from router.api.prompts import PromptReader
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.text.chat_template import Message
 from router.text.conversation import TemplateOptions
@@ -43,10 +44,13 @@ async def prepare_with_breakpoints(
 ) -> PreparedRequest:
     """Prepare as `Frontend.prepare_chat` does, with a pin request for each mark that covers a block."""
     prepared = await frontend.prepare_chat(messages, fields)
+    if not marks:
+        return prepared
     request = prepared.request
     ids, tools = request.prompt_token_ids, fields.tools
     options = replace(fields.template, continue_final=False)
-    lengths = [await breakpoint_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
+    with frontend.preparing(fields.tenant) as texts:
+        lengths = [await breakpoint_tokens(texts, messages, mark, ids, tools, options) for mark in marks]
     pins = tuple(
         PinRequest(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
         for mark, length in zip(marks, lengths, strict=True)
@@ -56,7 +60,7 @@ async def prepare_with_breakpoints(
 
 
 async def breakpoint_tokens(
-    frontend: Frontend,
+    prompts: PromptReader,
     messages: Sequence[Message],
     mark: CacheBreakpoint,
     ids: Sequence[int],
@@ -70,7 +74,7 @@ async def breakpoint_tokens(
     if not head or head[-1].role == "system":
         head.append(Message(role="user", content=""))  # templates require a user turn
     try:
-        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools, options=options)
+        cut = await prompts.encode_chat(head, add_generation_prompt=False, tools=tools, options=options)
     except InvalidRequest as error:
         raise InvalidRequest(
             f"{_CONTROL}: this model's chat template cannot end there: {error.message}", param=_CONTROL

@@ -9,7 +9,8 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
 from msgspec.structs import replace
@@ -69,8 +70,9 @@ class Frontend:
         clock: Callable[[], float] = time.monotonic,
         mint_seed: Callable[[], int] = partial(RANDOM.randbits, 63),  # noqa: B008  # the process's one pool
         tracer: Tracer | None = None,
+        max_concurrent: Callable[[str], int | None] = lambda _tenant: None,
     ) -> None:
-        """`secret` keys block names, so it must be the cluster's."""
+        """`secret` keys block names, so it must be the cluster's. `max_concurrent`: see `PreparationLimit`."""
         self.model = model
         self.tokenizer = tokenizer
         self.clock = clock
@@ -87,7 +89,7 @@ class Frontend:
         """The adapters that may be named in place of the model; replaced before the servers open."""
         self.max_call_tokens = config.queue.max_tokens
         """Bound on the tokens of a call's prompts together, where their states are pooled or judged."""
-        self._limit = PreparationLimit(config.max_inflight_requests)
+        self._limit = PreparationLimit(config.max_inflight_requests, max_concurrent)
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
         self.tooling = ToolCallSupport(tokenizer, config.tool_parser, None if marks is None else marks.begin)
@@ -99,6 +101,12 @@ class Frontend:
         )
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
+    @contextmanager
+    def preparing(self, tenant: str) -> Iterator[PromptReader]:
+        """Count a request while inside, where its texts may be tokenized. Raises Overloaded on entering."""
+        with self._limit.preparing(tenant):
+            yield self.prompts.for_tenant(tenant)
+
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """Prepare a conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s, calling = self.clock(), None
@@ -109,12 +117,12 @@ class Frontend:
         fields = self._with_defaults(fields)
         self.check_fields(fields)
         expected = None
-        with self._limit.preparing():
+        with self.preparing(fields.tenant) as texts:
             if fields.structure is not None or fields.bad_words:
                 fields = await self._structured(fields)
             if fields.prediction is not None:
-                expected = await self.prompts.encode_prediction(fields.prediction)
-            ids = await self.prompts.encode_chat(
+                expected = await texts.encode_prediction(fields.prediction)
+            ids = await texts.encode_chat(
                 messages,
                 add_generation_prompt=fields.add_generation_prompt,
                 tools=fields.tools,
@@ -162,12 +170,12 @@ class Frontend:
         prepared: list[PreparedRequest] = []
         is_small = fields.scoring is not None and fields.scoring.is_small
         num_tokens, yielded_s = tokens_before, self.clock()
-        with self._limit.preparing():
+        with self.preparing(fields.tenant) as texts:
             fields = await self._structured(fields)
             for prompt in prompts:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
-                ids = await self._prompt_ids(prompt, fields)
+                ids = await self._prompt_ids(texts, prompt, fields)
                 one = self._finish(
                     ids,
                     fields,
@@ -189,14 +197,16 @@ class Frontend:
         check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
-    async def _prompt_ids(self, prompt: str | tuple[int, ...] | PooledInput, fields: ClientRequest) -> Sequence[int]:
+    async def _prompt_ids(
+        self, texts: PromptReader, prompt: str | tuple[int, ...] | PooledInput, fields: ClientRequest
+    ) -> Sequence[int]:
         if not isinstance(prompt, (str, tuple)):
-            return await prompt.token_ids(self.prompts)
+            return await prompt.token_ids(texts)
         if fields.suffix is not None:
-            return await self.prompts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
+            return await texts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
         if isinstance(prompt, tuple):
             return prompt
-        return await self.prompts.encode(prompt, fields.add_special_tokens)
+        return await texts.encode(prompt, fields.add_special_tokens)
 
     def check_model(self, name: str | None, tenant: str) -> None:
         """Raise ModelNotFound unless `name` is the served model, one of its adapters that the tenant may use, or
@@ -277,7 +287,7 @@ class Frontend:
             return fields
         if self.grammars is None:
             raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
-        grammar = await self.grammars.checked(structure.grammar(), structure.param)
+        grammar = await self.grammars.checked(structure.grammar(), structure.param, fields.tenant)
         return replace(fields, sampling=fields.sampling._replace(grammar=grammar))
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

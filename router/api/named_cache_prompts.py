@@ -71,7 +71,7 @@ class NamedCacheService:
         """
         self.caches.check_room(tenant)
         self.caches.check_end(expires_s)
-        ids = await self._beginning(messages)
+        ids = await self._beginning(tenant, messages)
         if len(ids) < HASH_BLOCK_TOKENS:
             raise InvalidRequest(f"contents: a cache needs at least {HASH_BLOCK_TOKENS} tokens", param="contents")
         now_s = self.caches.clock()
@@ -115,12 +115,13 @@ class NamedCacheService:
         finally:
             self._pins.expect_no_more(tenant, cache.name)
 
-    async def _beginning(self, messages: Sequence[Message]) -> list[int]:
+    async def _beginning(self, tenant: str, messages: Sequence[Message]) -> list[int]:
         """Return the prompt tokens that do not depend on the messages that follow."""
         heads = []
-        for text in ("a", "b"):
-            talk = [*messages, Message(role="user", content=text)]
-            heads.append(await self._frontend.prompts.encode_chat(talk, add_generation_prompt=False))
+        with self._frontend.preparing(tenant) as prompts:
+            for text in ("a", "b"):
+                talk = [*messages, Message(role="user", content=text)]
+                heads.append(await prompts.encode_chat(talk, add_generation_prompt=False))
         length = common_length(*heads)
         return heads[0][: length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS + 1] if length > HASH_BLOCK_TOKENS else []
 

@@ -1,10 +1,14 @@
 """Turns prompts as clients send them into token ids: bounded before they are read, long ones off the event loop."""
 
 import asyncio
+import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +26,7 @@ MAX_CHARS_PER_TOKEN = 32
 MAX_PREDICTION_TOKENS = 32_768
 """Bound on the answer that a client expects (`prediction`)."""
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
+T = TypeVar("T")
 
 
 class FillMarks(NamedTuple):
@@ -53,6 +58,37 @@ def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
     return None
 
 
+class TokenizerThreads:
+    """Threads that tokenize long texts and do nothing else: twice as many as processors, no tenant's more than half.
+
+    So one tenant alone can keep every processor busy, and another's text waits for none of the first one's.
+    """
+
+    def __init__(self, most_of_tenant: int | None = None) -> None:
+        """`most_of_tenant`: half of the number of threads; None: the number of processors."""
+        self._most_of_tenant = most_of_tenant or os.cpu_count() or 1
+        self._executor = ThreadPoolExecutor(2 * self._most_of_tenant, thread_name_prefix="tokenizer")
+        # Alive while a text of the tenant has one or waits for it.
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, work: Callable[[], T], tenant: str) -> T:
+        """Return what `work` returns in a thread. Raises what it raises."""
+        turns = self._turns.get(tenant)
+        if turns is None:
+            turns = self._turns[tenant] = asyncio.Semaphore(self._most_of_tenant)
+        await turns.acquire()
+        running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+        def on_end(ended: asyncio.Future[T]) -> None:
+            turns.release()
+            if not ended.cancelled():
+                ended.exception()  # nobody may be there any more to see it
+
+        running.add_done_callback(on_end)
+        # A thread cannot be stopped: it is the tenant's until it ends, even if the caller leaves.
+        return await asyncio.shield(running)
+
+
 class PromptReader(Collector):
     """Reads prompts for one model; all servers share it. Exports how much of conversations need not be encoded."""
 
@@ -62,8 +98,16 @@ class PromptReader(Collector):
         self._tokenizer = tokenizer
         self._max_prompts = max_prompts
         self._known = EncodedPrefixes(max_bytes=cache_bytes) if cache_bytes else None
+        self._threads = TokenizerThreads()
+        self._tenant = ""
         self.max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
         """Bound on the characters of a text that is tokenized."""
+
+    def for_tenant(self, tenant: str) -> Self:
+        """Return this reader for the texts of one tenant: its long ones take only that tenant's part of the threads."""
+        found = copy(self)
+        found._tenant = tenant
+        return found
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric families with their current figures."""
@@ -114,7 +158,7 @@ class PromptReader(Collector):
         self.check_size(len(text), "prompt")
         if len(text) <= _INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._in_thread(partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens))
 
     async def encode_prediction(self, text: str) -> "array[int]":
         """Encode the answer that a client expects. Raises InvalidRequest."""
@@ -123,7 +167,7 @@ class PromptReader(Collector):
             raise InvalidRequest(f"{param} must have at most {most} tokens, got {len(text)} characters", param=param)
         check_text(text, param)
         encode = partial(self._tokenizer.encode, text, add_special_tokens=False)
-        ids = encode() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode)
+        ids = encode() if len(text) <= _INLINE_CHARS else await self._in_thread(encode)
         if len(ids) > most:
             raise InvalidRequest(f"{param} must have at most {most} tokens, got {len(ids)}", param=param)
         return array("i", ids)
@@ -171,7 +215,7 @@ class PromptReader(Collector):
         )
         if size <= _INLINE_CHARS and len(messages) <= 64:
             return encode()
-        return await asyncio.to_thread(encode)
+        return await self._in_thread(encode)
 
     async def encode_pair(
         self, text: str, pair: str | None, *, add_special_tokens: bool, kept: int | None, param: str
@@ -189,7 +233,7 @@ class PromptReader(Collector):
         encode = partial(
             self._tokenizer.encode_pair, text, pair, add_special_tokens=add_special_tokens, kept=kept, param=param
         )
-        return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
+        return encode() if size <= _INLINE_CHARS else await self._in_thread(encode)
 
     async def encode_judged(
         self, turns: Sequence[Message], *, begins_answer: bool, options: TemplateOptions
@@ -206,7 +250,7 @@ class PromptReader(Collector):
             max_chars=4 * self.max_chars,
             options=options,
         )
-        return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
+        return encode() if size <= _INLINE_CHARS else await self._in_thread(encode)
 
     async def without_last_tokens(self, text: str, count: int) -> str:
         """Cut a text by its last `count` tokens, and by at least one character."""
@@ -215,7 +259,10 @@ class PromptReader(Collector):
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             return self._tokenizer.decode(ids[: max(0, len(ids) - count)], skip_special_tokens=False)[: len(text) - 1]
 
-        return cut() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(cut)
+        return cut() if len(text) <= _INLINE_CHARS else await self._in_thread(cut)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await self._threads.run(work, self._tenant)
 
     def check_size(self, chars: int, param: str) -> None:
         """Check a text's size before it is tokenized. Raises ContextLengthExceeded."""

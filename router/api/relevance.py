@@ -110,7 +110,7 @@ class RelevanceScorer:
     ) -> tuple[list[float], int]:
         """Tokenize and score pairs a group at a time: each has the query, which makes much of a small body."""
         prompts, scoring = self._pairs(pooling, question, fields)
-        await self._check_repeated(question)
+        await self._check_repeated(question, fields.tenant)
         ends_s = self._frontend.deadline_s(fields)
         fields = replace(fields, scoring=scoring, truncate_prompt_tokens=None)
         scores: list[float] = []
@@ -123,7 +123,7 @@ class RelevanceScorer:
             scores += [_score(pooling, one) for one in scored]
         return scores, num_tokens
 
-    async def _check_repeated(self, question: RelevanceQuestion) -> None:
+    async def _check_repeated(self, question: RelevanceQuestion, tenant: str) -> None:
         """Check, before any pair is tokenized, the tokens that all pairs repeat. Raises InvalidRequest."""
         name, text = "instruction", question.instruction or ""
         if len(question.queries) == 1:
@@ -131,7 +131,8 @@ class RelevanceScorer:
         count, most = len(question.documents), self._frontend.max_call_tokens
         if len(text) * _MAX_TOKENS_PER_CHAR * count <= most:
             return
-        num_tokens = len(await self._frontend.prompts.encode(text, add_special_tokens=False))
+        with self._frontend.preparing(tenant) as prompts:
+            num_tokens = len(await prompts.encode(text, add_special_tokens=False))
         if num_tokens * count > most:
             sent = f"{num_tokens} tokens for each of {count} {question.document_param}"
             raise InvalidRequest(

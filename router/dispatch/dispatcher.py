@@ -11,6 +11,7 @@ from random import Random
 
 from msgspec.structs import replace
 
+from router.admission.types import RefusedMemory
 from router.dispatch.adapter_use import AdapterUse
 from router.dispatch.admission_queue import AdmissionQueue, AdmittedRequest, CountedSink
 from router.dispatch.beam_run import BeamRun
@@ -81,6 +82,10 @@ class Dispatcher:
     def num_waiting_for_room(self) -> int:
         """Accepted choices that every worker was too full for."""
         return len(self._room)
+
+    def memory_waited_for(self) -> RefusedMemory:
+        """Return what these choices wait for; there is at least one."""
+        return self._room.memory()
 
     async def drain(self, *, most_s: float) -> None:
         """Refuse new requests from now on, on all servers; wait until accepted ones have ended, or for `most_s`."""

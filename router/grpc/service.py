@@ -157,17 +157,19 @@ class InferenceService(InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Tokenize a text or a conversation."""
-        self._frontend.check_model(model_of(request), self._admit(request, context))
-        prompts, kind = self._frontend.prompts, request.WhichOneof("input")
+        tenant, kind = self._admit(request, context), request.WhichOneof("input")
+        self._frontend.check_model(model_of(request), tenant)
         if kind == "chat":
             check_no_breakpoints(request.chat)
             tools = use_of(tools_of(request.tools), "auto", None, True)
             begins_turn, messages = wants_generation_prompt(request), messages_of(request.chat)
-            ids = await prompts.encode_chat(messages, add_generation_prompt=begins_turn, tools=tools)
+            with self._frontend.preparing(tenant) as prompts:
+                ids = await prompts.encode_chat(messages, add_generation_prompt=begins_turn, tools=tools)
         elif request.tools:
             raise InvalidRequest("tools are allowed in a conversation only", param="tools")
         elif kind == "text":
-            ids = await prompts.encode(request.text, wants_bos(request))
+            with self._frontend.preparing(tenant) as prompts:
+                ids = await prompts.encode(request.text, wants_bos(request))
         else:
             raise InvalidRequest("input is missing: send text or chat", param="input")
         shown = [self._frontend.tokenizer.bytes_of(i) for i in ids] if request.return_token_bytes else []

@@ -79,6 +79,7 @@ def make_admission_queue(
         view=registry.view,
         num_running=lambda: dispatcher.num_inflight,
         num_refused=lambda: dispatcher.num_waiting_for_room,
+        refused=dispatcher.memory_waited_for,
         limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
         clock=clock,

@@ -1,6 +1,7 @@
 """Checks whether workers can follow a grammar, once per grammar, in a process that can be killed.
 
-Grammars are checked one at a time: a slow one delays others by at most its limit, and too long a queue is refused.
+Grammars are checked one at a time, of each tenant one in turn: a tenant's slow ones delay another's by the time limit
+of one, and too many of one tenant are refused.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from router.sandbox.grammar_frames import FOLLOWED, LENGTH, REFUSED
 from tandem.errors import InvalidRequest, Overloaded
@@ -21,6 +23,7 @@ from tandem.values.sampling import MAX_GRAMMAR_CHARS
 
 _MAX_KEPT = 1024
 _MAX_WAITING = 64
+"""Grammars of one tenant."""
 _START_S = 30.0
 _TRIES = 3
 _MAX_ANSWER_BYTES = 4 * MAX_GRAMMAR_CHARS + 1
@@ -32,9 +35,9 @@ log = logging.getLogger(__name__)
 class GrammarChecker(Protocol):
     """Checks whether workers can follow a grammar."""
 
-    async def checked(self, grammar: str, param: str) -> str:
-        """Return the grammar for workers. Raises InvalidRequest, naming `param`, when none can follow it;
-        Overloaded."""
+    async def checked(self, grammar: str, param: str, tenant: str = "") -> str:
+        """Return the grammar for workers. Raises InvalidRequest, naming `param`, when none can follow it; Overloaded
+        when too many of the tenant's wait."""
 
 
 class GrammarProcess:
@@ -48,16 +51,20 @@ class GrammarProcess:
         self._arguments = [str(tokenizer), str(vocab_size), ends, str(compile_bytes)]
         self._compile_s = compile_s
         self._verdicts: OrderedDict[bytes, bytes] = OrderedDict()
-        self._pending: dict[bytes, asyncio.Future[bytes]] = {}
+        self._pending: dict[str, dict[bytes, asyncio.Future[bytes]]] = {}
+        """By tenant: what two tenants send alike is not one, or the second would wait for all that the first sent
+        before."""
         self._turn = asyncio.Lock()
+        # Alive while a grammar has one or waits for it.
+        self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._process: Process | None = None
 
-    async def checked(self, grammar: str, param: str) -> str:
+    async def checked(self, grammar: str, param: str, tenant: str = "") -> str:
         data = grammar.encode()
         key = hashlib.sha256(data).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._judged(key, data)
+            verdict = await self._judged(key, data, tenant)
         else:
             self._verdicts.move_to_end(key)
         if verdict.startswith(REFUSED):
@@ -71,23 +78,33 @@ class GrammarProcess:
         if process is not None:
             await _end(process)
 
-    async def _judged(self, key: bytes, data: bytes) -> bytes:
-        """Check the grammar for the first caller; later callers wait for the same verdict."""
-        pending = self._pending.get(key)
+    async def _judged(self, key: bytes, data: bytes, tenant: str) -> bytes:
+        """Check the grammar for the tenant's first caller; its later callers, whose number `PreparationLimit` bounds,
+        wait for the same verdict."""
+        own = self._pending.get(tenant, {})
+        pending = own.get(key)
         if pending is None:
-            if len(self._pending) >= _MAX_WAITING:
-                waiting = f"{len(self._pending)} grammars are waiting to be compiled"
-                raise Overloaded(waiting, retry_after_s=_RETRY_AFTER_S)
+            if len(own) >= _MAX_WAITING:
+                raise Overloaded(f"{len(own)} grammars are waiting to be compiled", retry_after_s=_RETRY_AFTER_S)
             # A task of its own: its first caller may leave while others wait for it.
-            pending = self._pending[key] = asyncio.ensure_future(self._judge(key, data))
+            pending = asyncio.ensure_future(self._judge(key, data, tenant))
+            self._pending.setdefault(tenant, {})[key] = pending
         return await asyncio.shield(pending)
 
-    async def _judge(self, key: bytes, data: bytes) -> bytes:
+    async def _judge(self, key: bytes, data: bytes, tenant: str) -> bytes:
+        turn = self._own.get(tenant)
+        if turn is None:
+            turn = self._own[tenant] = asyncio.Lock()
         try:
-            async with self._turn:
+            async with turn, self._turn:
+                # Another tenant may have sent the same meanwhile.
+                if (verdict := self._verdicts.get(key)) is not None:
+                    return verdict
                 verdict = await self._compile(data)
         finally:
-            del self._pending[key]
+            del self._pending[tenant][key]
+            if not self._pending[tenant]:
+                del self._pending[tenant]
         if verdict == FOLLOWED + data:
             verdict = FOLLOWED
         self._verdicts[key] = verdict

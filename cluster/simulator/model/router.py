@@ -77,6 +77,7 @@ class SimRouter:
             view=placer.registry.view,
             num_running=lambda: self._num_running,
             num_refused=lambda: len(self.room),
+            refused=self.room.memory,
             limiter=RateLimiter(LimitsConfig(), clock=events.clock),
             policy=policy,
             clock=events.clock,

@@ -70,12 +70,13 @@ class MessagesRoutes:
         _check_version(request)
         self._frontend.check_model(body.model, request.state.tenant)
         fields = body.fields(request.state.tenant)
-        ids = await self._frontend.prompts.encode_chat(
-            body.conversation().messages,
-            add_generation_prompt=fields.add_generation_prompt,
-            tools=fields.tools,
-            options=fields.template,
-        )
+        with self._frontend.preparing(fields.tenant) as prompts:
+            ids = await prompts.encode_chat(
+                body.conversation().messages,
+                add_generation_prompt=fields.add_generation_prompt,
+                tools=fields.tools,
+                options=fields.template,
+            )
         return {"input_tokens": len(ids)}
 
     async def _whole(self, talk: AnthropicConversation, fields: ClientRequest) -> dict[str, Any]:

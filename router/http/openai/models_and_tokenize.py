@@ -47,15 +47,14 @@ class TextRoutes:
     ) -> dict[str, Any]:
         """Return the token ids of a prompt or a conversation."""
         self._frontend.check_model(body.model, request.state.tenant)
-        if body.messages is not None:
-            messages = conversation(body.messages)
-            generation_prompt = body.add_generation_prompt is not False
-            tools = tool_use(body.tools, None, None)
-            ids = await self._frontend.prompts.encode_chat(
-                messages, add_generation_prompt=generation_prompt, tools=tools
-            )
-        else:
-            ids = await self._frontend.prompts.encode(body.prompt or "", body.add_special_tokens is not False)
+        with self._frontend.preparing(request.state.tenant) as prompts:
+            if body.messages is not None:
+                messages = conversation(body.messages)
+                generation_prompt = body.add_generation_prompt is not False
+                tools = tool_use(body.tools, None, None)
+                ids = await prompts.encode_chat(messages, add_generation_prompt=generation_prompt, tools=tools)
+            else:
+                ids = await prompts.encode(body.prompt or "", body.add_special_tokens is not False)
         texts = None
         if body.return_token_strs:
             texts = [self._frontend.tokenizer.bytes_of(i).decode(errors="replace") for i in ids]

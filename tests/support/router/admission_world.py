@@ -1,9 +1,11 @@
 """Admission over a cluster that a test sets, one decision at a time."""
 
+import math
+
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_admission import FairAdmission
 from router.admission.rate_limits import RateLimiter
-from router.admission.types import AdmissionPolicy, AdmissionRequest
+from router.admission.types import AdmissionPolicy, AdmissionRequest, RefusedMemory
 from tandem.config.admission import LimitsConfig
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import view_of
@@ -19,6 +21,7 @@ class AdmissionBench:
         self.workers = [snapshot()]
         self.places = MAX_INFLIGHT
         self.num_refused = 0
+        self.refused = RefusedMemory(least_tokens=0.0, total_tokens=math.inf)
         self.is_due = False
         room = CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
@@ -28,6 +31,7 @@ class AdmissionBench:
             policy=AdmissionPolicy(max_inflight=MAX_INFLIGHT, **{"room": room, "max_queue_s": 10.0, **policy}),
             clock=lambda: self.now_s,
             num_refused=lambda: self.num_refused,
+            refused=lambda: self.refused,
             is_due=lambda: self.is_due,
         )
 

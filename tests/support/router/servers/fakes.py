@@ -196,7 +196,7 @@ def scored_prompt_of(request: RoutedRequest) -> ScoredPrompt:
 class AnyGrammar:
     """A GrammarChecker that takes every grammar."""
 
-    async def checked(self, grammar: str, param: str) -> str:
+    async def checked(self, grammar: str, param: str, tenant: str = "") -> str:
         return grammar
 
 

@@ -37,11 +37,12 @@ def test_queue_without_prefill_pool_waits_for_decode_workers() -> None:
 
 
 def test_queue_behind_first_request_counts_under_its_shortage() -> None:
-    bench = AdmissionBench()
+    """The first leaves no room in the pool for what follows; where it leaves some, others run: `test_overtaking`."""
+    bench = AdmissionBench(max_queue_s=1000.0)
     bench.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
-    large, small = bench.enter(tokens=1000), bench.enter(tokens=10)
+    large, small = bench.enter(tokens=159_995), bench.enter(tokens=10)
     assert (large.waiting, small.waiting) == (True, True)
-    assert _held(bench) == {Shortage.DECODE: (2, 1010)}
+    assert _held(bench) == {Shortage.DECODE: (2, 160_005)}
 
 
 def test_admission_shortage_is_router_for_places_and_decode_for_refusals() -> None:

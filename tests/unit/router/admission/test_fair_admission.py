@@ -72,7 +72,8 @@ def test_admission_request_larger_than_pools_blocks_no_other() -> None:
     # It had waited for a larger worker, which left.
     bench = AdmissionBench(max_queue_s=1000.0)
     bench.workers = [snapshot(active=1), replace(snapshot("d1", active=1), info=info("d1", num_blocks=20_000))]
-    patient, behind = bench.enter(tokens=pool_tokens), bench.enter()
+    # So long that not even a block of the larger pool is left: otherwise what is behind may pass (`test_overtaking`).
+    patient, behind = bench.enter(tokens=2 * pool_tokens - 10), bench.enter()
     assert (patient.waiting, behind.waiting) == (True, True)
     bench.workers = bench.workers[:1]
     assert bench.turns() == [patient]

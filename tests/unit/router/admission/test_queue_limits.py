@@ -1,5 +1,7 @@
 """Bounds of prepared and running requests; those of the queue: `test_fair_admission`, `test_overload`."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from router.admission.queue_limits import InflightLimit, PreparationLimit
@@ -38,4 +40,37 @@ def test_preparation_limit_refuses_beyond_bound_and_frees_slots() -> None:
             limit.preparing().__enter__()
     assert caught.value.retry_after_s == 1.0
     with limit.preparing(), limit.preparing():
+        pass
+
+
+def test_preparation_limit_leaves_places_for_other_tenants() -> None:
+    limit = PreparationLimit(8)
+
+    def fill(tenant: str) -> int:
+        for count in range(9):
+            try:
+                inside.enter_context(limit.preparing(tenant))
+            except Overloaded:
+                return count
+        return 9
+
+    with ExitStack() as inside:
+        assert [fill(tenant) for tenant in "abc"] == [4, 2, 1]
+        inside.enter_context(limit.preparing("d"))
+        with pytest.raises(Overloaded, match="8 requests are waiting"):
+            limit.preparing("e").__enter__()
+    with limit.preparing("a"), limit.preparing("a"):
+        pass
+
+
+def test_preparation_limit_holds_tenants_own_limit() -> None:
+    bounds = {"a": 1}
+    limit = PreparationLimit(8, bounds.get)
+    with limit.preparing("a"):
+        with pytest.raises(Overloaded, match="concurrent_requests of 1") as caught:
+            limit.preparing("a").__enter__()
+        with limit.preparing("b"), limit.preparing("b"):
+            pass
+    assert caught.value.param == "concurrent_requests"
+    with limit.preparing("a"):
         pass

@@ -13,6 +13,7 @@ import pytest_asyncio
 from engine.sampling.grammar import LlGuides
 from router.sandbox import grammar_check
 from router.sandbox.grammar_check import GrammarProcess
+from router.sandbox.grammar_frames import FOLLOWED
 from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest, Overloaded
@@ -237,6 +238,29 @@ async def test_grammar_check_queue_beyond_bound_is_overloaded(
     with pytest.raises(Overloaded):
         await checker.checked(grammar_of(Shape.REGEX, "b"), "field")
     await first
+
+
+async def test_grammar_check_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker, compiled = process(), []
+
+    async def compile_slowly(data: bytes) -> bytes:
+        compiled.append(data.decode())
+        await asyncio.sleep(0.001)
+        return FOLLOWED
+
+    monkeypatch.setattr(checker, "_compile", compile_slowly)
+    names = [f"a{index}" for index in range(grammar_check._MAX_WAITING)]
+    many = [asyncio.create_task(checker.checked(name, "field", "a")) for name in names]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await checker.checked("one more", "field", "a")
+    # One of its own, and one that the first tenant sent long before its turn comes.
+    for name in ("b0", names[-1]):
+        assert await checker.checked(name, "field", "b") == name
+    assert compiled[:4] == ["a0", "b0", "a1", names[-1]]
+    await asyncio.gather(*many)
+    assert sorted(compiled) == sorted([*names, "b0"])
+    assert not checker._pending
 
 
 async def test_grammar_check_process_not_starting_is_overloaded(tmp_path: object) -> None:

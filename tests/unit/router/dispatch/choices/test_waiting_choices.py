@@ -184,3 +184,23 @@ def test_waiting_choices_count_the_blocks_of_windows() -> None:
     for num_free, expected in ((5, []), (11, ["a"]), (6, ["a", "b"])):
         room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=num_free)))
         assert woken == expected
+
+
+def test_waiting_choices_tell_what_memory_they_wait_for() -> None:
+    room = WaitingChoices()
+    small, large, other = (room.new_place(0) for _ in range(3))
+    for place, num_tokens in ((large, 50), (small, 10), (other, 30), (other, 20)):
+        room.enter(place, num_tokens, lambda: None)
+    assert room.memory() == (10, 80)
+    room.leave(small)
+    room.leave(small)
+    assert room.memory() == (20, 70)
+    room.enter(small, 15, lambda: None)
+    assert room.memory() == (15, 85)
+    snapshot = worker("d0")
+    room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=1)))
+    assert room.memory() == (20, 70)
+    for place in (large, other):
+        room.leave(place)
+    room.enter(large, 60, lambda: None)
+    assert room.memory() == (60, 60)

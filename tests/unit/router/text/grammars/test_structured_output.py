@@ -18,7 +18,7 @@ from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_
 class Echo:
     """A checker that refuses one word."""
 
-    async def checked(self, grammar: str, param: str) -> str:
+    async def checked(self, grammar: str, param: str, tenant: str = "") -> str:
         if "refuse me" in grammar:
             raise InvalidRequest(f"{param}: refused", param=param)
         return grammar + " as checked"
