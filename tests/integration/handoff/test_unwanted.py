@@ -1,14 +1,22 @@
 """Unwanted hand-offs end quickly; and a draining worker lends prefixes although it takes no prompts."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kv_transfer.protocol.messages import Abort, HandoffEnvelope, Prefill, PrefillJob
+from kv_transfer.protocol.messages import Abort, HandoffEnvelope, Hello, Prefill, PrefillJob, TransportOffer
+from kv_transfer.protocol.versions import ADAPTERS
+from kv_transfer.session.peer import LocalWorker
+from kv_transfer.session.receiver_link import make_hello
 from kv_transfer.session.sender_link import SenderLink
 from kv_transfer.transports.in_process import MemoryFabric
+from tandem.adapters.files import Adapter
 from tandem.errors import Unavailable
+from tandem.protocol.version_negotiation import VersionRange
 from tandem.values.ids import BlockHash, TransferId
 from tests.integration.handoff.test_failures import all_free, decoding, prefilling, wait_for
 from tests.support.kv_transfer.handoff_fakes import begin, make_job
@@ -72,6 +80,26 @@ async def test_handoff_aborted_with_its_order_is_not_started(monkeypatch: pytest
         assert not worker.owner.jobs
         assert all_free(worker.owner.pool)
         hub.cancel(transfer)
+
+
+async def test_prompt_with_an_adapter_is_not_ordered_of_an_older_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute the prompt without the adapter."""
+
+    def older(local: LocalWorker, offers: Sequence[TransportOffer], **more: Any) -> Hello:
+        hello = make_hello(local, offers, **more)
+        return replace(hello, versions=VersionRange(hello.versions.oldest, ADAPTERS - 1))
+
+    monkeypatch.setattr("kv_transfer.session.sender_link.make_hello", older)
+    adapter = Adapter(name="sql", path=Path("/adapters/sql"), digest="ab" * 32, num_bytes=9)
+    fabric = MemoryFabric()
+    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
+        transfer = begin(hub, owner, make_job("a", 30), worker.route(1))
+        await owner.until(transfer, lambda r: r.committed)
+        transfer = begin(hub, owner, replace(make_job("b", 30), adapter=adapter), worker.route(1))
+        record = await owner.until(transfer, lambda r: r.errors)
+        assert "too old for adapters" in record.errors[0].message
+        assert [job.transfer_id for job in worker.owner.jobs] == ["a"]
+        await hub.drain()
 
 
 async def test_drained_prefill_worker_still_lends() -> None:

@@ -1,6 +1,7 @@
 """Messages survive the wire; any other bytes raise WireError."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -30,7 +31,8 @@ from kv_transfer.protocol.messages import (
     TransportOffer,
 )
 from kv_transfer.protocol.versions import REGIONS, SPOKEN, WINDOWS, spoken_with
-from tandem.errors import RequestTooLarge
+from tandem.adapters.files import Adapter
+from tandem.errors import AdapterUnavailable, RequestTooLarge
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.telemetry.tracing import MAX_TEXT_CHARS
 from tandem.v1 import common_pb2
@@ -46,6 +48,7 @@ CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_
 TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
 OFFER = TransportOffer(name="tcp", advert=b"x", host_id="h")
 HOLDER = PrefixHolder(worker_id=WorkerId("d"), incarnation=Incarnation(3), address="h:1", num_tokens=64)
+ADAPTER = Adapter(name="sql", path=Path("/adapters/sql"), digest="ab" * 32, num_bytes=5 << 30)
 FETCH = replace(
     JOB,
     token_ids=(),
@@ -59,6 +62,7 @@ BODIES = [
     Hello(versions=VersionRange(1, 2), worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
     Prefill(job=JOB, lease_s=2.0),
     Prefill(job=replace(JOB, holder=HOLDER), lease_s=2.0),
+    Prefill(job=replace(JOB, adapter=ADAPTER), lease_s=2.0),
     Prefill(job=replace(JOB, trace=context_of(1, 2, state="a=1")), lease_s=2.0),
     Prefill(job=FETCH, lease_s=2.0),
     Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
@@ -73,6 +77,7 @@ BODIES = [
     Reserve(num_units=3, transport="tcp", grant=b"g", more_grants=(b"h", b"", b"i")),
     Chunk(seq=2, rewrite=1, cells=CELLS, checksum=5, write_s=0.25, lane=3),
     Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
+    Reject(failure=Failure(kind=AdapterUnavailable, message="other files", retry_after_s=None)),
     Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5, write_s=0.25),
     Nack(seq=2, rewrite=0),
     FirstToken(token=TOKEN, cached_tokens=16),
