@@ -34,6 +34,8 @@ class CostModel(Struct, frozen=True, kw_only=True):
     prior_kv_bytes_per_s: float = 1e9
     adapter_bytes_per_s: float = 200e6
     """Rate at which a worker loads an adapter."""
+    adapter_load_ms: float = 20.0
+    """What a load takes beside its bytes: reading and laying out many small matrices, and a place between two steps."""
     itl_share: float = 0.02
     """Share by which one more sequence lengthens a decode step."""
     itl_horizon_tokens: int = 64

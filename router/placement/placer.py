@@ -21,7 +21,7 @@ from router.placement.worker_selection import (
 )
 from router.types.requests import PinRequest
 from router.types.session_events import WorkerPort
-from router.types.worker_view import WorkerKey, WorkerSnapshot
+from router.types.worker_view import AdapterReport, WorkerKey, WorkerSnapshot
 from router.workers.booking import Booking
 from router.workers.columns import ClusterView
 from router.workers.registry import WorkerRegistry
@@ -116,9 +116,10 @@ class AdapterHolders:
     show it: otherwise each of the first requests for an adapter would make another worker load it.
     """
 
-    def __init__(self, *, bytes_per_s: float) -> None:
-        """`bytes_per_s`: the rate at which workers are assumed to load adapters."""
+    def __init__(self, *, bytes_per_s: float, load_ms: float) -> None:
+        """A load is assumed to take `load_ms`, and the time of its bytes at `bytes_per_s`."""
         self._bytes_per_s = bytes_per_s
+        self._least_s = load_ms / 1e3
         self._expected_until_s: dict[tuple[str, WorkerKey], float] = {}
         self._refused_until_s: dict[tuple[str, WorkerKey], float] = {}
 
@@ -146,13 +147,15 @@ class AdapterHolders:
 
     def load_ms(self, adapter: Adapter, view: ClusterView, now_s: float) -> list[float]:
         """Return the time that each worker would take to load an adapter, by slot; 0 where it is loaded, or will be
-        for an earlier request. Where it is refused, it is not loaded before that time is over."""
+        for an earlier request. Where it is refused, it is not loaded before that time is over; where there is no room,
+        another one gives way and will be loaded again: that counts as much."""
         found = [0.0] * view.num_slots
-        load_ms, digest = 1e3 * self._load_s(adapter), adapter.digest
+        once_ms, digest = 1e3 * self._load_s(adapter), adapter.digest
         for pool in (view.decode, view.prefill):
             for info, load, slot in zip(pool.members.infos, pool.loads, pool.members.slot_list, strict=True):
                 if digest in load.resident_adapters:
                     continue
+                load_ms = once_ms if _has_room(load.adapters, adapter) else 2 * once_ms
                 if (refused_s := self._refused_until_s.get((digest, info.key), now_s) - now_s) > 0.0:
                     found[slot] = load_ms + 1e3 * refused_s
                 elif not self._is_expected(digest, info.key, now_s):
@@ -160,10 +163,14 @@ class AdapterHolders:
         return found
 
     def _load_s(self, adapter: Adapter) -> float:
-        return adapter.num_bytes / self._bytes_per_s
+        return self._least_s + adapter.num_bytes / self._bytes_per_s
 
     def _is_expected(self, digest: str, worker: WorkerKey, now_s: float) -> bool:
         return self._expected_until_s.get((digest, worker), now_s) > now_s
+
+
+def _has_room(report: AdapterReport | None, adapter: Adapter) -> bool:
+    return report is None or report.held_bytes + adapter.num_bytes <= report.capacity_bytes
 
 
 def _without_late(until_s: dict[tuple[str, WorkerKey], float], now_s: float) -> dict[tuple[str, WorkerKey], float]:
@@ -192,7 +199,7 @@ class Placer:
         self._hot = HotPrefixes(replication or ReplicationPolicy())
         self._decisions = decisions
         self._observer = observer
-        self.adapters = AdapterHolders(bytes_per_s=model.adapter_bytes_per_s)
+        self.adapters = AdapterHolders(bytes_per_s=model.adapter_bytes_per_s, load_ms=model.adapter_load_ms)
         self.handoffs = PendingHandoffs(clock)
         """Prompts that are being computed for another worker."""
 

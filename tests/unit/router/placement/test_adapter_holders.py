@@ -6,7 +6,7 @@ import pytest
 
 from router.placement.costs import CostModel
 from router.placement.placer import ADAPTER_REFUSED_S, AdapterHolders, Assignment, Placer
-from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
+from router.types.worker_view import AdapterReport, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.protocol.session_versions import ADAPTERS_SINCE
@@ -31,7 +31,7 @@ class _World:
         for one in workers:
             self.registry.joined(one.info, port())
             self.report(one)
-        model = CostModel(adapter_bytes_per_s=RATE)
+        model = CostModel(adapter_bytes_per_s=RATE, adapter_load_ms=0.0)
         self.placer = Placer(registry=self.registry, model=model, rng=Random(1), clock=lambda: self.now_s)
 
     def report(self, one: WorkerSnapshot) -> None:
@@ -51,8 +51,28 @@ def _workers_of(assignment: Assignment) -> tuple[WorkerKey, WorkerKey]:
     return assignment.decode, assignment.computing
 
 
+def test_holders_small_adapters_take_time_as_well() -> None:
+    holders = AdapterHolders(bytes_per_s=RATE, load_ms=20.0)
+    small = adapter_of("small", num_bytes=1)
+    assert holders.load_ms(small, view_of([_holding("d0"), _holding("d1", small.digest)]), 0.0) == pytest.approx(
+        [20.0, 0.0]
+    )
+
+
+def test_holders_load_where_another_gives_way_counts_twice() -> None:
+    holders = AdapterHolders(bytes_per_s=RATE, load_ms=0.0)
+    totals = {"loads": 9, "evictions": 0, "failures": 0, "load_seconds": 1.0, "num_waiting": 0, "num_resident": 4}
+
+    def holding(name: str, held_bytes: int) -> WorkerSnapshot:
+        report = AdapterReport(**totals, held_bytes=held_bytes, capacity_bytes=100 * MEBIBYTE)
+        return worker(name, load=WorkerLoad(num_free_blocks=1000, adapters=report))
+
+    view = view_of([holding("d0", 80 * MEBIBYTE), holding("d1", 81 * MEBIBYTE)])
+    assert holders.load_ms(SQL, view, 0.0) == pytest.approx([200.0, 400.0])
+
+
 def test_holders_resident_or_expected_workers_load_nothing() -> None:
-    holders = AdapterHolders(bytes_per_s=RATE)
+    holders = AdapterHolders(bytes_per_s=RATE, load_ms=0.0)
     workers = [_holding("d0", SQL.digest), _holding("d1"), _holding("p0", "other")]
     view = view_of(workers)
     assert holders.load_ms(SQL, view, 0.0) == pytest.approx([0.0, 200.0, 200.0])
@@ -64,7 +84,10 @@ def test_holders_resident_or_expected_workers_load_nothing() -> None:
 
 
 def test_holders_refused_pair_is_dear_until_its_time_is_over() -> None:
-    holders, workers = AdapterHolders(bytes_per_s=RATE), [_holding("d0"), _holding("d1"), _holding("d2", SQL.digest)]
+    holders, workers = (
+        AdapterHolders(bytes_per_s=RATE, load_ms=0.0),
+        [_holding("d0"), _holding("d1"), _holding("d2", SQL.digest)],
+    )
     view, keys = view_of(workers), [one.info.key for one in workers]
     holders.sent(SQL, keys, 0.0)
     for key in (keys[0], keys[2]):
@@ -84,7 +107,7 @@ def test_holders_refused_pair_is_dear_until_its_time_is_over() -> None:
 
 
 def test_holders_with_many_refusals_forget_those_that_are_over() -> None:
-    holders, key = AdapterHolders(bytes_per_s=RATE), worker("d0").info.key
+    holders, key = AdapterHolders(bytes_per_s=RATE, load_ms=0.0), worker("d0").info.key
     for number in range(5000):
         holders.refused(adapter_of(f"a{number}"), key, float(number))
     assert len(holders._refused_until_s) <= 1025
@@ -106,7 +129,7 @@ def test_placement_avoids_worker_that_refused_the_adapter(num_workers: int) -> N
 
 
 def test_holders_with_many_expectations_forget_those_that_are_over() -> None:
-    holders, key = AdapterHolders(bytes_per_s=RATE), worker("d0").info.key
+    holders, key = AdapterHolders(bytes_per_s=RATE, load_ms=0.0), worker("d0").info.key
     for number in range(5000):
         holders.sent(adapter_of(f"a{number}"), (key,), float(number))
     assert len(holders._expected_until_s) <= 1025
