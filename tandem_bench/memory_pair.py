@@ -13,7 +13,6 @@ from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.session.receiver_attempt import ReceiverOwner
-from kv_transfer.session.sender_attempt import SenderOwner
 from kv_transfer.transports.in_process import NAME, MemoryFabric
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
@@ -29,6 +28,7 @@ from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
 from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec
 from worker.kv_exchange.config import transfer_settings
+from worker.kv_exchange.owners import PromptOwner
 from worker.kv_exchange.service import FabricPlan, open_fabric
 from worker.sessions import WorkerSessions
 
@@ -69,7 +69,7 @@ class Pair:
         identity: WorkerIdentity,
         host: EngineHost,
         *,
-        prompts: SenderOwner | None = None,
+        prompts: PromptOwner | None = None,
         handoffs: ReceiverOwner | None = None,
     ) -> FabricPlan:
         memory = host.parts.runner.kv_cache.host_view()

@@ -36,8 +36,10 @@ class AdapterMemory(Protocol[P]):
 
     capacity_bytes: int
     num_slots: int
-    max_file_bytes: int
-    """Larger files cannot fit, whatever they hold."""
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Larger files cannot fit, whatever they hold."""
 
     def read(self, content: AdapterContent) -> P:
         """Read an adapter, on any thread. Raises ConfigError."""

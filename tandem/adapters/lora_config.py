@@ -83,10 +83,13 @@ def _ranks(raw: Mapping[str, Any]) -> dict[str, int]:
     patterns = raw.get("rank_pattern") or {}
     if not isinstance(patterns, dict):
         raise _error("rank_pattern", "must be an object")
-    ranks = {"r": raw.get("r")} | {f"rank_pattern.{module:.80}": rank for module, rank in patterns.items()}
-    for field, rank in ranks.items():
+    given: dict[str, Any] = {"r": raw.get("r")}
+    given |= {f"rank_pattern.{module:.80}": rank for module, rank in patterns.items()}
+    ranks: dict[str, int] = {}
+    for field, rank in given.items():
         if type(rank) is not int or not 0 < rank <= _MAX_RANK:
             raise _error(field, f"must be an integer of 1 to {_MAX_RANK}, is {rank!r:.40}")
+        ranks[field] = rank
     return ranks
 
 

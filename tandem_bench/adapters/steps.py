@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 
@@ -31,7 +32,7 @@ def measure_steps(model: str, dtype: str, *, num_threads: int, rounds: int, err:
     """Time the steps. Raises CannotMeasure."""
     with TemporaryDirectory(prefix="tandem-adapters-") as folder:
         paths = list(write_adapters(model, Path(folder), NUM_ROWS).values())
-        overrides = {"model.path": model, "model.dtype": dtype, "model.adapter_folder": folder}
+        overrides: dict[str, Any] = {"model.path": model, "model.dtype": dtype, "model.adapter_folder": folder}
         overrides |= {
             "engine.num_threads": num_threads,
             "engine.device": "cpu",

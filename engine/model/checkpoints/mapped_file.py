@@ -53,8 +53,8 @@ class MappedFile(HeldFile):
             if size < min_bytes:  # a mapping of nothing cannot be made
                 raise ConfigError(f"{path.name}: too short to be a {kind} file")
             # A private mapping: torch wants writable memory, and nothing here ever writes to it.
-            self._mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-        super().__init__(self._mapping, name=path.name, kind=kind, min_bytes=min_bytes)
+            self.mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        super().__init__(self.mapping, name=path.name, kind=kind, min_bytes=min_bytes)
 
     def forget(self, begin: int, end: int) -> None:
         """Release the memory of a range that has been copied; reading it again reads the file again.
@@ -63,8 +63,8 @@ class MappedFile(HeldFile):
         """
         if hasattr(mmap, "MADV_DONTNEED") and begin < end:
             first = begin - begin % mmap.PAGESIZE
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, end - first)
+            self.mapping.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def close(self) -> None:
         """Unmap the file; tensors made from it must no longer be used."""
-        self._mapping.close()
+        self.mapping.close()

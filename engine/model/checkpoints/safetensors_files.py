@@ -251,7 +251,7 @@ def _parse_header(data: mmap.mmap | bytearray, where: str) -> list[TensorEntry]:
     if length > min(MAX_HEADER_BYTES, len(data) - _LENGTH_BYTES):
         raise ConfigError(f"{where}: header length {length} exceeds the file or {MAX_HEADER_BYTES}")
     start = _LENGTH_BYTES + length
-    header = parse_json_object(data[_LENGTH_BYTES:start], f"{where}: header")
+    header = parse_json_object(bytes(data[_LENGTH_BYTES:start]), f"{where}: header")
     header.pop("__metadata__", None)
     entries = sorted(
         (_parse_entry(name, value, start, where) for name, value in header.items()),

@@ -15,7 +15,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is damaged, or that has tensors of types that are not read."""
         self._file = MappedFile(path, kind="GGUF", min_bytes=MIN_BYTES)
-        self.header = GgufHeader(self._file.data, path.name)
+        self.header = GgufHeader(self._file.mapping, path.name)
 
     @property
     def name(self) -> str:
