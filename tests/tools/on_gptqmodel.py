@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.tools.written import Restored, calibration, write_all
@@ -33,18 +34,20 @@ def write(source: Path, stored: Path, way: str) -> Restored:
     model.quantize(samples, batch_size=1, backend=getattr(tool.BACKEND, _TORCH_KERNELS[method]))
     model.save(str(stored))
     loaded = tool.GPTQModel.load(str(stored), device="cpu", backend=getattr(tool.BACKEND, _TORCH_KERNELS[method]))
+    scales = {name: value for file in stored.glob("*.safetensors") for name, value in load_file(file).items()}
     return Restored(
         weights={
-            f"{name}.weight": _restored(module, method)
+            f"{name}.weight": _restored(module, method, scales[f"{name}.scales"])
             for name, module in loaded.model.named_modules()
             if hasattr(module, "qweight")
         }
     )
 
 
-def _restored(module: Any, method: str) -> Tensor:
-    """As the tool's own code restores it, `[out, in]`, by scales in float32, whose products are not rounded to half."""
-    module.scales = module.scales.float()
+def _restored(module: Any, method: str, scales: Tensor) -> Tensor:
+    """As the tool's own code restores it, `[out, in]`, by the scales as it stores them, whose products are not rounded:
+    loading rounds them to the model's dtype."""
+    module.scales = scales.float()
     if method == "gptq":
         values = module.dequantize_weight()
     else:
