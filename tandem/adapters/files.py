@@ -107,10 +107,10 @@ def _read_config(path: Path, max_rank: int) -> bytes:
     try:
         config = parse_lora_config(text)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}/{error}") from None
     for field, rank in config.ranks.items():
         if rank > max_rank:
-            raise ConfigError(f"{path}: {ADAPTER_CONFIG}: {field} is {rank}, and engine.max_adapter_rank {max_rank}")
+            raise ConfigError(f"{path / ADAPTER_CONFIG}: {field} is {rank}, and engine.max_adapter_rank {max_rank}")
     return text
 
 

@@ -133,3 +133,26 @@ async def test_cluster_loads_adapters_while_it_runs(adapters, oracle, fork_serve
         gone = await cluster.http.post("/v1/completions", json=ask | {"model": "formal"})
         assert gone.status_code == 404
         await cluster.until_idle()
+
+
+@pytest.mark.slow
+async def test_cluster_refuses_other_files_than_it_serves(adapters, fork_servers, tmp_path, oracle):
+    """Files that are replaced at their path are no other adapter's by accident: at once, with the reason, and until they
+    are loaded anew.
+    """
+    path = tmp_path / "adapters" / "style"
+    shutil.copytree(adapters["style/formal"][0], path)
+    (prompt,) = prompts(oracle, 1, seed=9)
+    expected = adapters["style:brief"][1].tokens(prompt, MAX_TOKENS)
+    settings = {"model__adapters": {"style": str(path)}, "model__adapter_folder": str(path.parent)}
+    async with running(command=fork_servers.command, **settings) as cluster:
+        shutil.copytree(adapters["style:brief"][0], path, dirs_exist_ok=True)
+        async with asyncio.timeout(20):
+            refused = await cluster.http.post("/v1/completions", json={"model": "style", "prompt": prompt})
+        assert (refused.status_code, "another version of the adapter's files" in refused.text) == (503, True)
+        others = await cluster.tokens(prompt, 4)
+        assert others == oracle.tokens(prompt, 4), "the workers are as good as before for everything else"
+        anew = {"lora_name": "style", "lora_path": "style", "load_inplace": True}
+        assert (await cluster.http.post("/v1/load_lora_adapter", json=anew)).status_code == 200
+        assert await cluster.tokens(prompt, MAX_TOKENS, model="style") == expected
+        await cluster.until_idle()

@@ -50,7 +50,7 @@ def test_read_adapter_without_a_file_names_it(tmp_path: Path, missing: str) -> N
 )
 def test_read_adapter_of_another_kind_is_refused(tmp_path: Path, config: str, reason: str) -> None:
     (write(tmp_path / "a") / "adapter_config.json").write_text(config)
-    with pytest.raises(ConfigError, match=rf"a: adapter_config.json:?{reason}"):
+    with pytest.raises(ConfigError, match=rf"a/adapter_config.json:?{reason}"):
         read_adapter("a", tmp_path / "a")
 
 
