@@ -27,6 +27,8 @@ def write(source: Path, stored: Path, way: str) -> Restored:
     options: dict[str, Any] = {"bits": int(bits), "group_size": -1 if group == "row" else int(group)}
     options |= {"desc_act": "desc_act" in more, "sym": "asym" not in more}
     options |= {"quant_method": settings.METHOD(method), "offload_to_disk": False}
+    if group == "row":
+        options["act_group_aware"] = False  # its default, which wants groups
     options["format"] = settings.FORMAT("gemm" if method == "awq" else "gptq_v2" if "v2" in more else "gptq")
     dtype = _DTYPES[method]
     model = tool.GPTQModel.load(str(source), settings.QuantizeConfig(**options), device="cpu", dtype=dtype)
