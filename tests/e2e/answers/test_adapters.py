@@ -137,9 +137,7 @@ async def test_cluster_loads_adapters_while_it_runs(adapters, oracle, fork_serve
 
 @pytest.mark.slow
 async def test_cluster_refuses_other_files_than_it_serves(adapters, fork_servers, tmp_path, oracle):
-    """Files that are replaced at their path are no other adapter's by accident: at once, with the reason, and until they
-    are loaded anew.
-    """
+    """Files that are replaced at their path are refused at once, with the reason, until they are loaded anew."""
     path = tmp_path / "adapters" / "style"
     shutil.copytree(adapters["style/formal"][0], path)
     (prompt,) = prompts(oracle, 1, seed=9)
