@@ -65,7 +65,7 @@ from router.workers.registry import WorkerRegistry
 from tandem.adapters.files import Adapter, read_adapter
 from tandem.config.cluster import ClusterConfig, RouterConfig
 from tandem.config.engine import ModelSection
-from tandem.config.worker import cluster_secret, cluster_tls, max_adapter_file_bytes, peer_hosts
+from tandem.config.worker import cluster_secret, cluster_tls, max_adapter_bytes, peer_hosts
 from tandem.model_path import model_directory
 from tandem.pooling_model import JudgeStyle, PoolingModel, read_pooling_model
 from tandem.process.heartbeat import Heartbeat
@@ -263,7 +263,7 @@ async def _served_adapters(
 ) -> ServedAdapters:
     """Identify the configured adapters, and share what is loaded later. Raises ConfigError for one whose files are
     missing or malformed, or that workers would refuse."""
-    read_one = partial(read_adapter, max_rank=config.engine.max_adapter_rank, max_bytes=max_adapter_file_bytes(config))
+    read_one = partial(read_adapter, max_rank=config.engine.max_adapter_rank, max_bytes=max_adapter_bytes(config))
 
     def read() -> list[Adapter]:
         paths = {name: Path(path).absolute() for name, path in config.model.adapters.items()}

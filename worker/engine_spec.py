@@ -1,15 +1,12 @@
 """Derives the specification of one worker's engine from the cluster's configuration."""
 
-from pathlib import Path
-
 from engine.distributed.links.node_group import NodeGroup
 from engine.model.dtype import resolve_dtype
 from engine.spec import EngineSpec
 from engine.types.config import SpeculationConfig
-from tandem.adapters.files import check_adapter_rank
 from tandem.config.cluster import ClusterConfig
 from tandem.config.gpu_placement import GpuSeat
-from tandem.config.worker import cluster_secret, disk_folder, memory_here_bytes, num_ranks
+from tandem.config.worker import check_adapters, cluster_secret, disk_folder, memory_here_bytes, num_ranks
 from tandem.errors import ConfigError
 from tandem.model_path import model_directory
 from tandem.values.roles import WorkerRole
@@ -23,7 +20,7 @@ def engine_spec(
     Raises ConfigError.
     """
     seat = seat or GpuSeat(gpus=())
-    _check_adapters(config)
+    check_adapters(config)
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     settings = config.engine_of(pool).model_dump() | {"disk_cache_path": disk_folder(config, role.value)}
     del settings["quality_gate"]  # the worker's own
@@ -47,15 +44,6 @@ def engine_spec(
         gpu_sharers=seat.sharers,
         nodes=nodes,
     )
-
-
-def _check_adapters(config: ClusterConfig) -> None:
-    """Refuse configured adapters of a higher rank than the engine is made for, before the model is loaded."""
-    for name, path in config.model.adapters.items():
-        try:
-            check_adapter_rank(Path(path), config.engine.max_adapter_rank)
-        except ConfigError as error:
-            raise ConfigError(f"model.adapters.{name}: {error}") from None
 
 
 def compute_dtype(config: ClusterConfig) -> str:

@@ -48,6 +48,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.compiler,
         software.model,
         software.architecture,
+        software.adapters,
         software.dtype,
         software.quality_gate,
     )

@@ -14,6 +14,7 @@ from cluster.processes.effective_config import NEEDED_FILES, parse_hub_id, plan_
 from cluster.processes.worker_gpus import WorkerGpus
 from engine.model.config import load_model_config
 from tandem.config.cluster import ClusterConfig
+from tandem.config.worker import check_adapters
 from tandem.errors import ConfigError
 from tandem.model_files import check_gguf_file, has_model_file, is_gguf_file
 from tandem.model_path import BUILTIN, is_local_model, model_directory
@@ -219,6 +220,18 @@ def architecture(config: ClusterConfig) -> list[Finding]:
         hint = "docs/use/models.md lists what is supported"
         return [Finding(name="architecture", status=Status.FAIL, detail=str(error), hint=hint)]
     return [Finding(name="architecture", status=Status.OK, detail=found)]
+
+
+def adapters(config: ClusterConfig) -> list[Finding]:
+    """Check the configured adapters as far as little of their files says."""
+    if not config.model.adapters:
+        return []
+    try:
+        check_adapters(config)
+    except ConfigError as error:
+        hint = "docs/use/models.md, LoRA adapters, says which can be served"
+        return [Finding(name="adapters", status=Status.FAIL, detail=str(error), hint=hint)]
+    return [Finding(name="adapters", status=Status.OK, detail=", ".join(config.model.adapters))]
 
 
 def _directory(config: ClusterConfig) -> Path | None:

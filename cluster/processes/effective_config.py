@@ -27,7 +27,7 @@ from tandem.config.cluster_tls import link_security, needs_certificates
 from tandem.config.engine import EngineSection, ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
-from tandem.config.worker import peer_hosts
+from tandem.config.worker import check_adapters, peer_hosts
 from tandem.errors import ConfigError
 from tandem.model_files import GGUF_SUFFIX, check_gguf_file, is_gguf_file
 from tandem.model_path import BUILTIN, default_name, is_local_model, model_directory
@@ -324,8 +324,10 @@ def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> Cluste
     """Resolve a hub id to a directory, or to a GGUF file (downloaded once, with a progress bar), or a path to an
     absolute one.
 
-    Raises ConfigError when the model is none of these, or when workers are to run a model that they do not support.
+    Raises ConfigError when the model is none of these, when workers are to run a model that they do not support, or for
+    an adapter that they would refuse.
     """
+    check_adapters(config)
     path = config.model.path
     if path == BUILTIN:
         return config

@@ -7,6 +7,7 @@ it instead of answering with other weights.
 import hashlib
 import os
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_ADAPTER_NAME_CHARS = 128
 MAX_ADAPTER_RANK = 512
 _MAX_WEIGHTS_BYTES = 16 << 30
+_LENGTH_BYTES = 8
+"""Of a safetensors file: the length of its header."""
 _NAME = re.compile(rf"[A-Za-z0-9._:/-]{{1,{MAX_ADAPTER_NAME_CHARS}}}", re.ASCII)
 
 
@@ -56,9 +59,7 @@ def checked_adapter_name(name: str) -> str:
 
 
 def read_adapter(name: str, path: Path, *, max_rank: int = MAX_ADAPTER_RANK, max_bytes: int | None = None) -> Adapter:
-    """Identify an adapter by its files, which are read as a whole. Raises ConfigError that names the file and the
-    reason: `engine.max_adapter_rank` for a rank above `max_rank`, `engine.adapter_bytes` for weights of more than
-    `max_bytes`, which are not read then.
+    """Identify an adapter by its files, which are read as a whole. Raises ConfigError as `check_adapter`.
 
     Whether its weights fit the model is found out where they are loaded.
     """
@@ -66,19 +67,33 @@ def read_adapter(name: str, path: Path, *, max_rank: int = MAX_ADAPTER_RANK, max
         checked_adapter_name(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    config = _read_config(path, max_rank)
-    digest, num_bytes = _digest_of(config), 0
-
-    def check(status: os.stat_result) -> None:
-        if max_bytes is not None and status.st_size > max_bytes:
-            raise ConfigError(
-                f"{path / ADAPTER_WEIGHTS} has {status.st_size} bytes, engine.adapter_bytes admits {max_bytes}"
-            )
-
-    for piece in read_regular_pieces(path / ADAPTER_WEIGHTS, max_bytes=_MAX_WEIGHTS_BYTES, check=check):
+    digest, num_bytes = _digest_of(check_adapter(path, max_rank=max_rank, max_bytes=max_bytes)), 0
+    for piece in read_regular_pieces(path / ADAPTER_WEIGHTS, max_bytes=_MAX_WEIGHTS_BYTES):
         digest.update(piece)
         num_bytes += len(piece)
     return Adapter(name=name, path=path, digest=digest.hexdigest(), num_bytes=num_bytes)
+
+
+def check_adapter(path: Path, *, max_rank: int, max_bytes: int | None = None) -> bytes:
+    """Check an adapter as far as little of its files says: returns its `adapter_config.json`.
+
+    Raises ConfigError that names the file and the reason: `engine.max_adapter_rank` for a rank above `max_rank`,
+    `engine.adapter_bytes` for matrices of more than `max_bytes` in the file.
+    """
+    config, size = _read_config(path, max_rank), 0
+
+    def check(status: os.stat_result) -> None:
+        nonlocal size
+        size = status.st_size
+
+    with closing(read_regular_pieces(path / ADAPTER_WEIGHTS, max_bytes=_MAX_WEIGHTS_BYTES, check=check)) as pieces:
+        header = next(pieces, b"")[:_LENGTH_BYTES]
+    num_bytes = size - _LENGTH_BYTES - int.from_bytes(header, "little")
+    if max_bytes is not None and num_bytes > max_bytes:
+        raise ConfigError(
+            f"{path / ADAPTER_WEIGHTS} has matrices of {num_bytes} bytes, engine.adapter_bytes admits {max_bytes}"
+        )
+    return config
 
 
 def read_adapter_content(path: Path, *, max_bytes: int) -> AdapterContent:
@@ -92,14 +107,6 @@ def read_adapter_content(path: Path, *, max_bytes: int) -> AdapterContent:
         digest.update(piece)
         weights += piece
     return AdapterContent(config=config, weights=weights, digest=digest.hexdigest())
-
-
-def check_adapter_rank(path: Path, max_rank: int) -> None:
-    """Check an adapter's `adapter_config.json`: a small file, whatever the weights' size.
-
-    Raises ConfigError that names the file, and `engine.max_adapter_rank` where its rank is higher.
-    """
-    _read_config(path, max_rank)
 
 
 def _read_config(path: Path, max_rank: int) -> bytes:

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+from tandem.adapters.files import check_adapter
 from tandem.config.cluster import ClusterConfig
 from tandem.config.cluster_tls import ClusterTls
 from tandem.config.pools import PoolConfig, has_own_host, health_port
@@ -61,14 +62,12 @@ def memory_here_bytes(config: ClusterConfig, pool: PoolConfig) -> int | None:
 
 _ADAPTER_SHARE = 16
 """The part of a worker's memory that is for adapters by default: see `engine.adapter_bytes`."""
-_ADAPTER_NAMES_BYTES = 8 << 20
 
 
-def max_adapter_file_bytes(config: ClusterConfig) -> int | None:
-    """Size of an adapter's weights' file beyond which no worker can hold it; None where only workers know.
+def max_adapter_bytes(config: ClusterConfig) -> int | None:
+    """Size of an adapter's matrices in their file beyond which no worker can hold it; None where only workers know.
 
-    It means what `engine.adapters.store.AdapterStore.max_file_bytes` does: all memory for adapters is full of its
-    values, which the file has in float32, each at one rank only; besides, a file has names and places of tensors.
+    All memory for adapters is full of its values then, which the file has in float32, each at one rank only.
     """
     num_bytes = config.engine.adapter_bytes
     if num_bytes is None:
@@ -77,7 +76,16 @@ def max_adapter_file_bytes(config: ClusterConfig) -> int | None:
         num_bytes = config.engine.memory_bytes // _ADAPTER_SHARE
     # Where workers choose the dtype, the one of which most values fit.
     value_bytes = 4 if config.model.dtype == "float32" else 2
-    return num_bytes // value_bytes * 4 + _ADAPTER_NAMES_BYTES
+    return num_bytes // value_bytes * 4
+
+
+def check_adapters(config: ClusterConfig) -> None:
+    """Check the configured adapters as far as little of their files says. Raises ConfigError that names the setting."""
+    for name, path in config.model.adapters.items():
+        try:
+            check_adapter(Path(path), max_rank=config.engine.max_adapter_rank, max_bytes=max_adapter_bytes(config))
+        except ConfigError as error:
+            raise ConfigError(f"model.adapters.{name}: {error}") from None
 
 
 def _machine(address: str) -> str:

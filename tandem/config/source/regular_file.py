@@ -6,7 +6,7 @@ therefore accepted, opening does not block, and the bound applies to the bytes t
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from tandem.errors import ConfigError, UnreadableFile
@@ -26,7 +26,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_SMALL_BYTES, check: Ch
     return b"".join(read_regular_pieces(path, max_bytes=max_bytes, check=check))
 
 
-def read_regular_pieces(path: Path, *, max_bytes: int, check: Check | None = None) -> Iterator[bytes]:
+def read_regular_pieces(path: Path, *, max_bytes: int, check: Check | None = None) -> Generator[bytes]:
     """Read a regular file in pieces of a MiB. Raises as `read_regular_file`, in the course of reading."""
     try:
         # Also before opening: opening some devices has effects.

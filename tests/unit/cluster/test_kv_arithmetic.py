@@ -19,11 +19,9 @@ ROOT = Path(__file__).parents[3]
 LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_kv_arithmetic_matches_engine(kernels: str) -> None:
+def test_kv_arithmetic_matches_engine() -> None:
     memory_bytes, kv_dtype = 1 << 30, "int8"
-    sizes = {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype, "engine.kernels": kernels}
-    config = load(None, LONE | sizes)
+    config = load(None, LONE | {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype})
     parts = assemble(engine_spec(config, WorkerRole.DECODE))
     model = read_model("builtin")
     found = room(model, SizingOptions(dtype="float32", kv_dtype=kv_dtype, rank_bytes=memory_bytes))

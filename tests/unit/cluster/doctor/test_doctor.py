@@ -153,6 +153,23 @@ def test_doctor_names_architecture_or_what_is_supported(tmp_path: Path) -> None:
     assert software.architecture(load(None, {"model.path": "org/model"})) == []
 
 
+def test_doctor_checks_adapters_as_up_does(tmp_path: Path) -> None:
+    raw = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw | {"use_dora": True}))
+    config = load(None, {"model.adapters": {"sql": str(tmp_path)}})
+    (found,) = software.adapters(config)
+    detail = f"model.adapters.sql: {tmp_path}/adapter_config.json: use_dora True is not supported"
+    assert (found.status, found.detail) == (Status.FAIL, detail)
+    assert found in examine(config)
+    with pytest.raises(ConfigError, match="model.adapters.sql"):
+        resolve_model(config)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8))
+    (found,) = software.adapters(config)
+    assert (found.status, found.detail) == (Status.OK, "sql")
+    assert software.adapters(load(None, {})) == []
+
+
 def test_doctor_checks_quality_gate_before_workers_do(tmp_path: Path) -> None:
     file = tmp_path / "gate.json"
     config = load(None, {"engine.quality_gate": str(file)})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.adapters.files import Adapter, check_adapter_rank, checked_adapter_name, read_adapter
+from tandem.adapters.files import Adapter, check_adapter, checked_adapter_name, read_adapter
 from tandem.errors import ConfigError, UnreadableFile
 from tandem.protocol.wire import adapter_from_pb, adapter_to_pb
 
@@ -63,10 +63,17 @@ def test_read_adapter_of_another_kind_is_refused(tmp_path: Path, config: str, re
         ({"r": 8, "rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
     ],
 )
-def test_check_adapter_rank_wrong_names_the_field(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_check_adapter_wrong_rank_names_the_field(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"adapter_config.json: {reason}"):
-        check_adapter_rank(write(tmp_path / "a", **config), 64)
-    check_adapter_rank(write(tmp_path / "a", r=64), 64)
+        check_adapter(write(tmp_path / "a", **config), max_rank=64)
+    check_adapter(write(tmp_path / "a", r=64), max_rank=64)
+
+
+def test_check_adapter_bounds_the_matrices_without_their_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", (1000).to_bytes(8, "little") + bytes(1000) + bytes(64))
+    check_adapter(path, max_rank=64, max_bytes=64)
+    with pytest.raises(ConfigError, match=r"has matrices of 64 bytes, engine.adapter_bytes admits 63"):
+        check_adapter(path, max_rank=64, max_bytes=63)
 
 
 def test_adapter_round_trips() -> None:

@@ -15,7 +15,7 @@ from tandem.config.pools import PoolConfig, rank_port
 from tandem.config.worker import (
     cluster_secret,
     listen_address,
-    max_adapter_file_bytes,
+    max_adapter_bytes,
     memory_here_bytes,
     num_ranks,
     worker_host,
@@ -26,6 +26,8 @@ from tandem.values.roles import WorkerRole
 from worker.node_group import node_group
 
 ROOT = Path(__file__).resolve().parents[4]
+NAMES_BYTES = 8 << 20
+"""What a worker adds: names and places of tensors in the file."""
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
@@ -73,11 +75,11 @@ def test_router_and_worker_bound_the_files_of_adapters_alike(engine: dict[str, i
     store.capacity_bytes = 1_000_003 // size
     store._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
     store._shards = (None,) * size  # type: ignore[assignment]
-    most = max_adapter_file_bytes(config)
+    most = max_adapter_bytes(config)
     # A worker rounds down for each of its ranks; the router does not know the ranks of both pools.
     assert most is not None
-    assert 0 <= most - store.max_file_bytes < 8 * size
-    assert max_adapter_file_bytes(ClusterConfig()) is None
+    assert 0 <= most + NAMES_BYTES - store.max_file_bytes < 8 * size
+    assert max_adapter_bytes(ClusterConfig()) is None
 
 
 M = 10 << 30

@@ -106,15 +106,15 @@ async def test_adapter_that_cannot_be_loaded_is_refused(
         ({"r": 65}, 10, "r is 65, and engine.max_adapter_rank 64"),
         ({"use_dora": True}, 10, "use_dora True is not supported"),
         ({"bias": "all"}, 10, "bias must be none, is 'all'"),
-        ({}, (8 << 20) + (2 << 20) + 1, "has 10485761 bytes, engine.adapter_bytes admits 10485760"),
+        ({}, (2 << 20) + 9, "has matrices of 2097153 bytes, engine.adapter_bytes admits 2097152"),
     ],
 )
 async def test_adapter_that_no_worker_would_take_is_refused_at_load_and_at_start(
     tokenizer: Tokenizer, tmp_path: Path, config: dict[str, Any], num_bytes: int, named: str
 ) -> None:
-    """1 MiB for adapters: 2 MiB in float32 beside the room for names."""
+    """1 MiB for adapters: 2 MiB in float32."""
     write_adapter(tmp_path / "sql", bytes(num_bytes), **config)
-    write_adapter(tmp_path / "fits", bytes(10 << 20))
+    write_adapter(tmp_path / "fits", bytes((2 << 20) + 8))
     settings = ClusterConfig.model_validate(
         {"model": {"adapter_folder": str(tmp_path)}, "engine": {"adapter_bytes": 1 << 20}}
     )
