@@ -161,7 +161,7 @@ def test_doctor_checks_adapters_as_up_does(tmp_path: Path) -> None:
     detail = f"model.adapters.sql: {tmp_path}/adapter_config.json: use_dora True is not supported"
     assert (found.status, found.detail) == (Status.FAIL, detail)
     assert found in examine(config)
-    with pytest.raises(ConfigError, match="model.adapters.sql"):
+    with pytest.raises(ConfigError, match=r"model\.adapters\.sql"):
         resolve_model(config)
     (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8))
