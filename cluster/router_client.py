@@ -121,6 +121,10 @@ def unreachable(url: str, error: Exception) -> ClientError:
     return ClientError(f"{url}: {error or type(error).__name__}{hint}")
 
 
+_MOST_NAMES = 10
+"""Names that an error lists."""
+
+
 class ServedModel(NamedTuple):
     """Model that a router serves."""
 
@@ -162,9 +166,17 @@ class ChatClient:
     ) -> None:
         await self._http.aclose()
 
-    async def model(self) -> ServedModel:
-        """Return the first model served. Raises ClientError."""
-        return await self._get("/v1/models", lambda body: ServedModel.from_json(body["data"][0]))
+    async def model(self, name: str | None = None) -> ServedModel:
+        """Return the served model, or its LoRA adapter of a name. Raises ClientError, also for other names."""
+
+        def read(body: Any) -> ServedModel:
+            served = ServedModel.from_json(body["data"][0])
+            names = [one["id"] for one in body["data"]]
+            if name is not None and name not in names:
+                raise ClientError(f"--model: {name} is not served here; {', '.join(names[:_MOST_NAMES])} can be named")
+            return served if name is None else served._replace(name=name)
+
+        return await self._get("/v1/models", read)
 
     async def status(self, read: Callable[[Any], _T]) -> _T:
         """Return the router's status as parsed by `read` (`router.status.snapshot.merge`). Raises ClientError.

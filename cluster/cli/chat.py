@@ -64,21 +64,30 @@ class Conversation:
         )
 
 
-async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: int | None, temperature: float) -> int:
-    """Chat until the input ends, and return the exit code. Raises ClientError when no cluster answers at the start."""
+async def chat(
+    client: ChatClient,
+    conversation: Conversation,
+    *,
+    model: str | None = None,
+    max_tokens: int | None,
+    temperature: float,
+) -> int:
+    """Chat until the input ends, and return the exit code. Raises ClientError when no cluster answers at the start, or
+    none serves `model`.
+    """
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-    model = await client.model()
+    served = await client.model(model)
     interactive = sys.stdin.isatty()
     if interactive:
-        err.print(Text(f"{model.name} at {client.url}\n{HELP}", style="dim"))
-    body = {"model": model.name, "temperature": temperature}
+        err.print(Text(f"{served.name} at {client.url}\n{HELP}", style="dim"))
+    body = {"model": served.name, "temperature": temperature}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
     answer = partial(_answer, client, conversation, body)
-    if not model.has_chat_template:
+    if not served.has_chat_template:
         if conversation.system:
-            raise ClientError(f"--system: {model.name} has no chat template and can only complete plain text")
-        err.print(Text(f"{model.name} {COMPLETES}", style="yellow"), soft_wrap=True)
+            raise ClientError(f"--system: {served.name} has no chat template and can only complete plain text")
+        err.print(Text(f"{served.name} {COMPLETES}", style="yellow"), soft_wrap=True)
         answer = partial(_complete, client, {"max_tokens": COMPLETION_TOKENS, **body})
     failed = False
     async for line in _typed() if interactive else _piped():

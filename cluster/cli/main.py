@@ -217,6 +217,7 @@ for process in (router, prefill, decode, follower):
 @app.command(rich_help_panel=_TALK)
 def chat(
     url: Annotated[str, typer.Option(help="HTTP address of the router.")] = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="A LoRA adapter, by name. Default: the model itself.")] = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.")] = None,
     temperature: Annotated[
@@ -235,7 +236,8 @@ def chat(
 
     async def talk() -> int:
         async with ChatClient(url, api_key=key, tls=client_tls(ca, client_cert)) as client:
-            return await run_chat(client, Conversation(system=system), max_tokens=max_tokens, temperature=temperature)
+            talk_with = Conversation(system=system)
+            return await run_chat(client, talk_with, model=model, max_tokens=max_tokens, temperature=temperature)
 
     try:
         code = asyncio.run(talk())

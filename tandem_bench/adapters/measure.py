@@ -20,6 +20,7 @@ from tandem_bench.adapters.options import MAX_REQUESTS, PARTS
 from tandem_bench.adapters.steps import measure_steps
 from tandem_bench.client import Client
 from tandem_bench.clusters import Setup, running
+from tandem_bench.errors import CannotMeasure
 from tandem_bench.make_model import cached_model
 from tandem_bench.prompts import Prompt
 from tandem_bench.report import Row, figure, print_table
@@ -65,6 +66,7 @@ async def _measure_landing(
             mode="shm",
             num_threads=1,
             local_prefill_tokens=0,
+            router={"decisions_kept": num_requests},
             model={"path": model, "adapters": {name: str(path) for name, path in paths.items()}},
             engine={"adapter_bytes": resident * each},
             more={pool: {"replicas": NUM_WORKERS} for pool in _POOLS},
@@ -104,10 +106,12 @@ async def _placements(url: str, adapters: dict[str, str]) -> list[tuple[str, dic
     """Adapters and workers by pool, in the order of the router's decisions."""
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
         answer = await http.get("/debug/decisions", params={"limit": MAX_REQUESTS})
-    found = []
+    found: list[tuple[str, dict[str, str]]] = []
     for decision in reversed(answer.raise_for_status().json()["data"]):
         name = adapters[decision["request_id"].partition("-")[0]]
         found.append((name, {pool: decision[f"{pool}_worker"] for pool in _POOLS}))
+    if len(found) != len(adapters):
+        raise CannotMeasure(f"{len(adapters)} requests, and the router lists {len(found)} decisions")
     return found
 
 

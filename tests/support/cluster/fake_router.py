@@ -42,6 +42,8 @@ class FakeRouter:
     url: str = ""
     card: dict = field(default_factory=dict)
     """What `/v1/models` says beside the model's name."""
+    adapters: tuple[str, ...] = ()
+    """Names that it lists beside the model's."""
     paths: list[str] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
     timing_asked: list[bool] = field(default_factory=list)
@@ -52,7 +54,8 @@ class FakeRouter:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             if head.startswith("get /v1/models"):
-                body = json.dumps({"data": [{"id": "fake-model", **self.card}]}).encode()
+                names = ("fake-model", *self.adapters)
+                body = json.dumps({"data": [{"id": name, **self.card} for name in names]}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
                 return
             length = int(head.partition("content-length: ")[2].partition("\r\n")[0])

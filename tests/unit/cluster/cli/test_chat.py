@@ -73,3 +73,20 @@ async def test_chat_unknown_slash_command_is_not_sent(tmp_path: Path) -> None:
         shown.press("/exit\r")
         await shown.ends(0)
     assert router.requests == []
+
+
+async def test_chat_with_an_adapter_asks_for_it_by_name(tmp_path: Path) -> None:
+    async with fake_router(lambda _: answer_events("yes")) as router:
+        router.adapters = ("sql", "legal")
+        async with terminal("chat", "--url", router.url, "--model", "sql", HOME=str(tmp_path)) as shown:
+            await shown.shows("sql at")
+            await shown.shows(ASKS)
+            shown.press("hello\r")
+            await shown.shows("yes")
+            await shown.shows(ASKS)
+            shown.press("/exit\r")
+            await shown.ends(0)
+        async with terminal("chat", "--url", router.url, "--model", "other", HOME=str(tmp_path)) as shown:
+            await shown.shows("--model: other is not served here; fake-model, sql, legal can be named")
+            await shown.ends(1)
+    assert [one["model"] for one in router.requests] == ["sql"]
