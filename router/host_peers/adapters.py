@@ -98,7 +98,7 @@ class AdapterFile:
                     self._is_stuck = True
                     held = f"another router process has kept it locked for {_LONGEST_LOCK_S:g} s"
                     raise TimeoutError(errno.ETIMEDOUT, held, str(self._path)) from None
-                time.sleep(_PAUSE_S)
+                time.sleep(_PAUSE_S)  # the kernel does not tell when another process releases its lock
             else:
                 self._is_stuck = False
                 return
